@@ -1,0 +1,36 @@
+# Every target sets up what it needs; a fresh clone with Python and make is enough.
+PYTHON ?= python3.11
+VENV   := .venv
+BIN    := $(VENV)/bin
+STAMP  := $(VENV)/.installed
+
+.PHONY: demo test test-long lint format bench clean
+
+$(STAMP): setup.cfg pyproject.toml constraints.txt
+	test -x $(BIN)/python || $(PYTHON) -m venv $(VENV)
+	$(BIN)/python -m pip install --quiet --disable-pip-version-check -c constraints.txt -e ".[host,light,bench,test]"
+	touch $(STAMP)
+
+demo: $(STAMP)           ## train, compose and generate on the text of CPython's own library
+	$(BIN)/blockswarm demo
+
+test: $(STAMP)           ## everything that runs in minutes
+	$(BIN)/python -m pytest
+
+test-long: $(STAMP)      ## the long suites: fuzzing, crash storms
+	$(BIN)/python -m pytest -m long
+
+lint: $(STAMP)
+	$(BIN)/ruff check .
+	$(BIN)/ruff format --check .
+	$(BIN)/mypy
+
+format: $(STAMP)
+	$(BIN)/ruff check --fix .
+	$(BIN)/ruff format .
+
+bench: $(STAMP)          ## every benchmark (hours); resumes what was cut off
+	$(BIN)/python -m benchmarks
+
+clean:
+	rm -rf $(VENV) build *.egg-info .pytest_cache .mypy_cache .ruff_cache

@@ -1,0 +1,1 @@
+"""Every claim of this project, one command each: `python -m benchmarks.NAME [--quick]`."""

@@ -1,0 +1,425 @@
+"""Fetches the archive of a named corpus once, checks it, and unpacks it into the user's cache.
+
+Decides: where downloads live, when a partial file may be resumed, and what is refused (another
+length, another hash, an archive whose members are too large or not the ones we want). It knows
+nothing about terminals (progress is a callback), splits or training.
+
+The cache, by default `$XDG_CACHE_HOME/blockswarm` or `~/.cache/blockswarm`:
+
+    wikitext-2/lock                          held while one process fetches; others wait
+    wikitext-2/wikitext-2-raw-v1.zip.part    what has arrived so far
+    wikitext-2/wikitext-2-raw-v1.zip.tag     the server's name for that version of the file
+    wikitext-2/wikitext-2-raw-v1.zip         complete and verified, or put there by hand
+    wikitext-2/text/                         the unpacked splits and receipt.json; appears at once
+
+Both archives are pinned by the sha256 of the original release, so it does not matter which
+mirror they come from. WikiText is licensed CC BY-SA; it is never part of this repository.
+"""
+
+from __future__ import annotations
+
+import contextlib
+import errno
+import fcntl
+import hashlib
+import http.client
+import json
+import os
+import re
+import shutil
+import struct
+import time
+import urllib.error
+import urllib.request
+import zipfile
+import zlib
+from collections.abc import Callable, Iterator
+from dataclasses import dataclass
+from pathlib import Path
+
+from protocol.errors import DataError
+
+Progress = Callable[[str, int, int], None]
+"""Called with what is going on, bytes done, bytes in total (0: not known)."""
+
+CHUNK_BYTES = 1 << 18
+TIMEOUT_S = 30.0
+RETRY_PAUSES_S = (1.0, 3.0, 10.0)
+MAX_ATTEMPTS = 50
+RECEIPT = "receipt.json"
+ZIP_DAMAGE = (
+    zipfile.BadZipFile,
+    zlib.error,
+    struct.error,
+    EOFError,
+    LookupError,
+    OSError,
+    RuntimeError,  # encrypted; also its child NotImplementedError
+    ValueError,
+)
+"""What zipfile raises for archives that are damaged, encrypted or of an unknown kind."""
+
+
+@dataclass(frozen=True)
+class Member:
+    """A file that we want out of an archive. Nothing larger than `max_bytes` is unpacked.
+
+    `sha256` is empty where no hash of the unpacked file is known to us: then the archive's own
+    hash vouches for it, and the hash found when unpacking is recorded in the receipt.
+    """
+
+    file_name: str
+    max_bytes: int
+    sha256: str = ""
+
+
+@dataclass(frozen=True)
+class Archive:
+    """A zip file that is known by its exact length and hash."""
+
+    name: str
+    url: str
+    size_bytes: int
+    sha256: str
+    members: tuple[Member, ...]
+
+    @property
+    def file_name(self) -> str:
+        return self.url.rsplit("/", 1)[-1]
+
+
+WIKITEXT_2 = Archive(
+    name="wikitext-2",
+    url="https://huggingface.co/datasets/ggml-org/ci/resolve/main/wikitext-2-raw-v1.zip",
+    size_bytes=4_721_645,
+    sha256="ef7edb566e3e2b2d31b29c1fdb0c89a4cc683597484c3dc2517919c615435a11",
+    members=(
+        Member(
+            "wiki.train.raw",
+            10_940_747,
+            "6707892fa3788b5ab9ed78ab5ff37d9fe825f6011a2ad4fcd6a6d467f0e7da57",
+        ),
+        Member(
+            "wiki.valid.raw",
+            1_146_846,
+            "4cd0f6876d07a413aa911261ff6d363c72d757d47f0fdd6015702014c89cb9c7",
+        ),
+        Member(
+            "wiki.test.raw",
+            1_290_590,
+            "173c87a53759e0201f33e0ccf978e510c2042d7f2cb78229d9a50d79b9e7dd08",
+        ),
+    ),
+)
+
+# The original zip rather than the parquet files of the same text: its hash is published in many
+# places, it is smaller, and it needs no parquet reader. The revision in the address is pinned.
+WIKITEXT_103 = Archive(
+    name="wikitext-103",
+    url="https://huggingface.co/datasets/mattdangerw/wikitext-103-raw/resolve/"
+    "3555105b17ae31cc619a136fac72dbe2865c3738/wikitext-103-raw-v1.zip",
+    size_bytes=191_984_949,
+    sha256="91c00ae287f0d699e18605c84afc9e45c192bc6b7797ff8837e5474655a33794",
+    members=(
+        Member("wiki.train.raw", 600_000_000),
+        Member("wiki.valid.raw", 2_000_000),
+        Member("wiki.test.raw", 2_000_000),
+    ),
+)
+
+
+class _CutOff(Exception):
+    """The transfer stopped for a reason that may pass; what has arrived is kept."""
+
+
+def silent(what: str, done_bytes: int, total_bytes: int) -> None:
+    """A `Progress` for those who do not watch."""
+
+
+def cache_folder() -> Path:
+    """Where downloads are kept. As the XDG rules say, a relative XDG_CACHE_HOME is ignored."""
+    base = Path(os.environ.get("XDG_CACHE_HOME", ""))
+    return (base if base.is_absolute() else Path.home() / ".cache") / "blockswarm"
+
+
+def sha256_file(path: Path) -> str:
+    with path.open("rb") as file:
+        return hashlib.file_digest(file, "sha256").hexdigest()
+
+
+def ensure_unpacked(
+    archive: Archive,
+    cache: Path | None = None,
+    progress: Progress = silent,
+    pause: Callable[[float], None] = time.sleep,
+) -> Path:
+    """The folder with the archive's members; downloads and unpacks if it is not there yet.
+
+    `text/` appears by one rename after everything in it was verified, so that a folder that
+    exists is complete. `pause` is called between attempts after a cut connection.
+    """
+    home = (cache or cache_folder()) / archive.name
+    text, packed = home / "text", home / archive.file_name
+    if text.is_dir():
+        return text
+    try:
+        home.mkdir(parents=True, exist_ok=True)
+        with _locked(home / "lock", lambda: progress("waiting for another process", 0, 0)):
+            if text.is_dir():
+                return text
+            by_hand = packed.exists()
+            if not by_hand:
+                download(archive, packed, progress, pause)
+            elif sha256_file(packed) != archive.sha256:
+                raise DataError(
+                    f"{packed} is not the original {archive.file_name} (its sha256 differs)",
+                    f"remove it, then try again or put the file with sha256 {archive.sha256} there",
+                )
+            progress(f"unpacking {archive.file_name}", 0, 0)
+            unpack(archive, packed, text)
+            if not by_hand:
+                packed.unlink()
+    except OSError as error:
+        raise DataError(
+            f"cannot keep {archive.name} in {home}: {error.strerror or error}",
+            "free some space, or set XDG_CACHE_HOME to a folder that you can write to",
+        ) from error
+    return text
+
+
+def download(
+    archive: Archive, target: Path, progress: Progress, pause: Callable[[float], None]
+) -> None:
+    """Bring `archive` to `target`, resuming what is there, and verify it before the rename."""
+    part, tag = _part(target), _tag(target)
+    idle_attempts, received = 0, False
+    for _ in range(MAX_ATTEMPTS):
+        size_before = _size(part)
+        try:
+            resumed = _transfer(archive, target, progress)
+        except _CutOff as cut:
+            gained = _size(part) > size_before
+            dropped = size_before > 0 and _size(part) == 0  # the server could not resume it
+            received = received or gained or dropped
+            idle_attempts = 0 if gained else idle_attempts + 1
+            # Where nothing ever arrived there is most likely no network: say so at once.
+            if not received or idle_attempts > len(RETRY_PAUSES_S):
+                raise _unavailable(archive, target, str(cut)) from cut.__cause__
+            pause(RETRY_PAUSES_S[max(0, idle_attempts - 1)])
+            continue
+        if sha256_file(part) == archive.sha256:
+            with part.open("rb") as file:
+                os.fsync(file.fileno())
+            part.replace(target)
+            tag.unlink(missing_ok=True)
+            return
+        part.unlink()
+        if not resumed:
+            raise _unavailable(archive, target, "its sha256 is not that of the original release")
+        # Two versions of the file may have been joined by a server that ignores If-Range: take
+        # it once more from the start.
+    raise _unavailable(archive, target, f"gave up after {MAX_ATTEMPTS} attempts")
+
+
+def _transfer(archive: Archive, target: Path, progress: Progress) -> bool:
+    """One request. True if the file that is now complete was put together from several."""
+    part, size_bytes = _part(target), archive.size_bytes
+    have = _size(part)
+    if have == size_bytes:
+        return True  # killed between the last byte and the rename
+    if have > size_bytes:
+        part.unlink()
+        have = 0
+    try:
+        with _request(archive, have, _read_tag(_tag(target))) as response:
+            resumed = response.status == http.client.PARTIAL_CONTENT
+            _check_length(archive, target, response, have if resumed else 0)
+            done = have if resumed else 0
+            with part.open("ab" if resumed else "wb") as file:
+                if not resumed:
+                    _tag(target).write_text(_version_of(response), encoding="utf-8")
+                while chunk := _receive(response):
+                    done += len(chunk)
+                    if done > size_bytes:
+                        break
+                    file.write(chunk)
+                    progress(f"downloading {archive.file_name}", done, size_bytes)
+    except urllib.error.HTTPError as error:
+        with error:
+            if error.code == http.client.REQUESTED_RANGE_NOT_SATISFIABLE:
+                part.unlink(missing_ok=True)
+            elif error.code not in (408, 429) and error.code < 500:
+                raise _unavailable(archive, target, f"HTTP {error.code} {error.reason}") from error
+            raise _CutOff(f"HTTP {error.code} {error.reason}") from error
+    if done > size_bytes:
+        part.unlink()
+        raise _unavailable(archive, target, f"the server sent more than {size_bytes} bytes")
+    if done < size_bytes:
+        raise _CutOff(f"the connection ended after {done} of {size_bytes} bytes")
+    return resumed
+
+
+def _request(archive: Archive, have: int, version: str) -> http.client.HTTPResponse:
+    headers = {"User-Agent": "blockswarm", "Accept-Encoding": "identity"}
+    if have:
+        headers["Range"] = f"bytes={have}-"
+        if version:
+            headers["If-Range"] = version
+    if not archive.url.startswith(("http://", "https://")):
+        raise DataError(f"{archive.url} is not an http address")
+    request = urllib.request.Request(archive.url, headers=headers)  # noqa: S310
+    try:
+        response = urllib.request.urlopen(request, timeout=TIMEOUT_S)  # noqa: S310
+    except urllib.error.HTTPError:
+        raise
+    except (OSError, http.client.HTTPException) as error:
+        raise _CutOff(f"no connection ({getattr(error, 'reason', error)})") from error
+    assert isinstance(response, http.client.HTTPResponse)
+    return response
+
+
+def _receive(response: http.client.HTTPResponse) -> bytes:
+    """Apart from the writing, so that a broken connection and a full disk are told apart."""
+    try:
+        return response.read1(CHUNK_BYTES)
+    except (OSError, http.client.HTTPException) as error:
+        raise _CutOff(f"the connection broke ({error!r})") from error
+
+
+def _check_length(
+    archive: Archive, target: Path, response: http.client.HTTPResponse, start: int
+) -> None:
+    """Refuse a file of another length before it is written, e.g. a hotel's log-in page."""
+    if response.status == http.client.PARTIAL_CONTENT:
+        found = re.fullmatch(
+            r"bytes (\d{1,15})-\d{1,15}/(\d{1,15}|\*)", response.headers.get("Content-Range", "")
+        )
+        if found is None or int(found[1]) != start:
+            _part(target).unlink(missing_ok=True)
+            raise _CutOff("the server answered with another range than the one asked for")
+        offered = found[2]
+    elif response.status == http.client.OK:
+        offered = response.headers.get("Content-Length", "*")
+    else:
+        raise _unavailable(archive, target, f"HTTP {response.status}")
+    if offered not in ("*", str(archive.size_bytes)):
+        _part(target).unlink(missing_ok=True)
+        raise _unavailable(
+            archive,
+            target,
+            f"the server offers {offered[:20]} bytes instead of {archive.size_bytes}",
+        )
+
+
+def _version_of(response: http.client.HTTPResponse) -> str:
+    """What to put into If-Range later. A weak ETag does not promise equal bytes."""
+    etag = response.headers.get("ETag", "")
+    if etag and not etag.startswith("W/"):
+        return etag
+    return response.headers.get("Last-Modified", "")
+
+
+def _read_tag(path: Path) -> str:
+    try:
+        tag = path.read_text(encoding="ascii")
+    except (OSError, UnicodeDecodeError):
+        return ""
+    return tag if len(tag) <= 256 and tag.isprintable() else ""
+
+
+def _unavailable(archive: Archive, target: Path, reason: str) -> DataError:
+    return DataError(
+        f"cannot download {archive.name}: {reason}",
+        "give your own text with --data PATH, or --data python, which needs no download; or put "
+        f"{archive.url} (sha256 {archive.sha256}) by hand at {target}",
+    )
+
+
+def unpack(archive: Archive, packed: Path, folder: Path) -> None:
+    """Unpack the wanted members into `folder`, which appears by one rename.
+
+    Paths inside the archive are never used as paths: a member is found by the last part of its
+    name and written under the name that we gave it. Sizes are limited while bytes are written,
+    whatever the archive's directory claims.
+    """
+    partial = folder.with_name(folder.name + ".partial")
+    if partial.exists():
+        shutil.rmtree(partial)
+    partial.mkdir(parents=True)
+    receipt: dict[str, str] = {}
+    try:
+        with zipfile.ZipFile(packed) as source:
+            for member in archive.members:
+                receipt[member.file_name] = _unpack_member(source, member, partial)
+    except DataError:
+        shutil.rmtree(partial)
+        raise
+    except ZIP_DAMAGE as error:
+        # zipfile seeks to negative offsets if told so; any other OSError is the disk's.
+        if isinstance(error, OSError) and error.errno != errno.EINVAL:
+            raise
+        shutil.rmtree(partial)
+        raise DataError(
+            f"{packed} is not a usable zip file: {error}", "remove it and try again"
+        ) from error
+    (partial / RECEIPT).write_text(json.dumps(receipt, indent=1), encoding="utf-8")
+    partial.replace(folder)
+
+
+def _unpack_member(source: zipfile.ZipFile, member: Member, folder: Path) -> str:
+    found = [i for i in source.infolist() if i.filename.rsplit("/", 1)[-1] == member.file_name]
+    if len(found) != 1:
+        raise DataError(f"the archive holds {member.file_name} {len(found)} times instead of once")
+    if found[0].compress_type not in (zipfile.ZIP_STORED, zipfile.ZIP_DEFLATED):
+        raise DataError(f"{member.file_name} is compressed in a way that we do not unpack")
+    digest, done = hashlib.sha256(), 0
+    with source.open(found[0]) as packed, (folder / member.file_name).open("wb") as file:
+        while chunk := packed.read(CHUNK_BYTES):
+            done += len(chunk)
+            if done > member.max_bytes:
+                raise DataError(f"{member.file_name} unpacks to more than {member.max_bytes} bytes")
+            digest.update(chunk)
+            file.write(chunk)
+        file.flush()
+        os.fsync(file.fileno())
+    if member.sha256 and digest.hexdigest() != member.sha256:
+        raise DataError(f"the unpacked {member.file_name} is not the original (sha256 differs)")
+    return digest.hexdigest()
+
+
+def read_receipt(folder: Path) -> dict[str, str]:
+    """File name -> sha256 as found when the archive was unpacked into `folder`."""
+    try:
+        receipt = json.loads((folder / RECEIPT).read_text(encoding="utf-8"))
+    except (OSError, ValueError) as error:
+        raise DataError(f"{folder} has no readable receipt", f"remove {folder}") from error
+    if not isinstance(receipt, dict):
+        raise DataError(f"{folder / RECEIPT} is damaged", f"remove {folder}")
+    return {str(name): str(digest) for name, digest in receipt.items()}
+
+
+@contextlib.contextmanager
+def _locked(path: Path, waiting: Callable[[], None]) -> Iterator[None]:
+    """One process at a time; the kernel releases the lock of a process that dies."""
+    with path.open("ab") as file:
+        try:
+            fcntl.flock(file, fcntl.LOCK_EX | fcntl.LOCK_NB)
+        except BlockingIOError:
+            waiting()
+            fcntl.flock(file, fcntl.LOCK_EX)
+        yield
+
+
+def _part(target: Path) -> Path:
+    return target.with_name(target.name + ".part")
+
+
+def _tag(target: Path) -> Path:
+    return target.with_name(target.name + ".tag")
+
+
+def _size(path: Path) -> int:
+    try:
+        return path.stat().st_size
+    except FileNotFoundError:
+        return 0

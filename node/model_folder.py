@@ -1,0 +1,180 @@
+"""The model folder: `model.safetensors` and `manifest.json`. It loads offline, with no pickle.
+
+The manifest says what each block is (version, digest, CE) and how they compose; whatever does not
+match it is refused by name. Knows nothing of training or of the network.
+
+    model/
+      model.safetensors   every block's tensors, named block.<index>.<parameter>
+      manifest.json       format, run, blocks (index -> version, digest), composition, data, figures
+"""
+
+from __future__ import annotations
+
+import hashlib
+import json
+from collections.abc import Mapping
+from pathlib import Path
+from typing import Any
+
+import safetensors
+import torch
+from safetensors.torch import load_file, save_file
+from torch import Tensor
+
+from node.atomic import write_atomically
+from protocol.errors import ModelError, UsageError
+from protocol.version import PACKAGE_VERSION
+from swarm.composition import ComposedModel
+from swarm.model import Block
+from swarm.run import Run
+
+FORMAT = "blockswarm-model"
+FORMAT_VERSION = 1
+MAX_MANIFEST_BYTES = 1 << 20
+
+
+def weights_digest(tensors: Mapping[str, Tensor]) -> str:
+    """A name for a block's weights: equal bytes, names and shapes give equal digests."""
+    digest = hashlib.blake2b(digest_size=32)
+    for name in sorted(tensors):
+        tensor = tensors[name].detach().to("cpu").contiguous()
+        digest.update(f"{name}|{tensor.dtype}|{tuple(tensor.shape)}|".encode())
+        digest.update(tensor.view(-1).view(torch.uint8).numpy().data)
+    return digest.hexdigest()
+
+
+def save_model(
+    folder: Path, model: ComposedModel, versions: list[int | None], facts: Mapping[str, Any]
+) -> None:
+    """Write the folder. The manifest goes last: a folder without it is no model."""
+    tensors: dict[str, Tensor] = {}
+    blocks: list[dict[str, Any]] = []
+    for index, block in enumerate(model.blocks):
+        if block is None:
+            continue
+        state = {name: value.contiguous().cpu() for name, value in block.state_dict().items()}
+        tensors.update({f"block.{index}.{name}": value for name, value in state.items()})
+        blocks.append({"block": index, "version": versions[index], "digest": weights_digest(state)})
+    manifest = {
+        "format": FORMAT,
+        "format_version": FORMAT_VERSION,
+        "blockswarm": PACKAGE_VERSION,
+        "run": model.run.to_dict(),
+        "blocks": blocks,
+        "composition": {
+            "kind": model.composition,
+            "weights": list(model.weights),
+            "temperature": model.temperature,
+        },
+        **facts,
+    }
+    text = json.dumps(manifest, indent=1, allow_nan=False) + "\n"
+    write_atomically(folder / "model.safetensors", lambda half: save_file(tensors, half))
+    write_atomically(folder / "manifest.json", lambda half: _write_text(half, text))
+
+
+def load_model(
+    folder: Path, device: torch.device, leave_out: frozenset[int] = frozenset()
+) -> tuple[ComposedModel, dict[str, Any]]:
+    """Read, check against the manifest, and compose. A `ModelError` names what is wrong."""
+    manifest = read_manifest(folder)
+    try:
+        run = Run.from_dict(manifest["run"])
+        composition = manifest["composition"]
+        digests = {entry["block"]: entry["digest"] for entry in manifest["blocks"]}
+    except (KeyError, TypeError) as error:
+        raise ModelError(f"{folder}/manifest.json lacks {error}", _HINT) from error
+    except UsageError as error:
+        raise ModelError(f"{folder}/manifest.json: {error.message}", _HINT) from error
+    tensors = _read_tensors(folder)
+    blocks: list[Block | None] = []
+    for index in range(run.model.blocks):
+        if index in leave_out or index not in digests:
+            blocks.append(None)
+            continue
+        blocks.append(_load_block(folder, run, index, tensors, digests[index]).to(device))
+    try:
+        model = ComposedModel(
+            run,
+            blocks,
+            tuple(float(w) for w in composition["weights"]),
+            float(composition["temperature"]),
+            composition["kind"],
+        )
+    except (KeyError, TypeError, ValueError) as error:
+        raise ModelError(f"{folder}/manifest.json: bad composition ({error})", _HINT) from error
+    return model, manifest
+
+
+def read_manifest(folder: Path) -> dict[str, Any]:
+    path = folder / "manifest.json"
+    try:
+        if path.stat().st_size > MAX_MANIFEST_BYTES:
+            raise ModelError(f"{path} is larger than a manifest can be", _HINT)
+        manifest = json.loads(path.read_text())
+    except FileNotFoundError as error:
+        raise ModelError(
+            f"{folder} is not a model folder: it has no manifest.json",
+            f"train one with: blockswarm train -o {folder}",
+        ) from error
+    except (OSError, ValueError) as error:
+        raise ModelError(f"{path} cannot be read: {error}", _HINT) from error
+    if not isinstance(manifest, dict) or manifest.get("format") != FORMAT:
+        raise ModelError(f"{path} is not a manifest of blockswarm", _HINT)
+    if manifest.get("format_version") != FORMAT_VERSION:
+        raise ModelError(
+            f"{path} has format version {manifest.get('format_version')}, this program reads "
+            f"{FORMAT_VERSION}",
+            "install the version of blockswarm that wrote it: "
+            f"{manifest.get('blockswarm', 'unknown')}",
+        )
+    return manifest
+
+
+_HINT = "fetch or train the model again; nothing was loaded"
+
+
+def _read_tensors(folder: Path) -> dict[str, Tensor]:
+    path = folder / "model.safetensors"
+    try:
+        tensors: dict[str, Tensor] = load_file(path)
+    except (OSError, safetensors.SafetensorError) as error:
+        raise ModelError(f"{path} cannot be read: {error}", _HINT) from error
+    return tensors
+
+
+def _load_block(
+    folder: Path, run: Run, index: int, tensors: Mapping[str, Tensor], digest: str
+) -> Block:
+    prefix = f"block.{index}."
+    state = {
+        name.removeprefix(prefix): value
+        for name, value in tensors.items()
+        if name.startswith(prefix)
+    }
+    if not state:
+        raise ModelError(
+            f"block {index} is missing from {folder}/model.safetensors",
+            f"{_HINT}; or leave it out with --without {index}",
+        )
+    block = Block(run.model, run.training.objective, first=index == 0)
+    for name, parameter in block.state_dict().items():
+        if name not in state:
+            raise ModelError(f"block {index} lacks the tensor {name}", _HINT)
+        if state[name].shape != parameter.shape:
+            raise ModelError(
+                f"block {index}: {name} has the shape {tuple(state[name].shape)}, the manifest's "
+                f"model needs {tuple(parameter.shape)}",
+                _HINT,
+            )
+    if weights_digest(state) != digest:
+        raise ModelError(
+            f"block {index} was altered: its digest is not the manifest's",
+            f"{_HINT}; or leave it out with --without {index}",
+        )
+    block.load_state_dict(state)
+    return block
+
+
+def _write_text(path: Path, text: str) -> None:
+    path.write_text(text)

@@ -1,0 +1,103 @@
+"""Which block a host works on.
+
+Decides from what everybody can read in the DHT and the logs. Knows nothing of how it was read.
+
+A newcomer takes one of the neediest blocks (fewest replicas whose updates were included lately)
+at random, among those that fit into its memory. A host that has a block moves only if another one
+is below its minimum, and only if its own stays at its minimum without it. All hosts see the same
+need at the same moment, so if each moved at once the whole swarm would run to the empty block and
+back: each host moves with a probability such that about as many move as are missing, then rests
+for some rounds. When a move is due and it is not drawn it is tried again the next round.
+"""
+
+from __future__ import annotations
+
+import random
+from collections.abc import Mapping, Sequence
+from dataclasses import dataclass
+
+
+@dataclass(frozen=True)
+class BlockView:
+    """A block as a host sees it. `replicas` counts hosts included lately or just arrived."""
+
+    block: int
+    replicas: int
+    memory_bytes: int
+    download_bytes: int
+    minimum: int = 1
+
+
+@dataclass(frozen=True)
+class HostLimits:
+    """What this host can hold, and what it may still download today."""
+
+    memory_bytes: int
+    download_bytes: int
+
+
+@dataclass(frozen=True)
+class MoveRules:
+    """A host rests `rest_rounds` after a move, and moves away only after `patience_rounds` of need."""
+
+    rest_rounds: int = 8
+    patience_rounds: int = 2
+
+
+def fitting(blocks: Sequence[BlockView], limits: HostLimits) -> list[BlockView]:
+    """The blocks that this host can hold and may download."""
+    return [
+        view
+        for view in blocks
+        if view.memory_bytes <= limits.memory_bytes and view.download_bytes <= limits.download_bytes
+    ]
+
+
+def first_choice(
+    blocks: Sequence[BlockView], limits: HostLimits, rng: random.Random
+) -> int | None:
+    """The block of a newcomer, or None if nothing fits. Below-minimum blocks come first."""
+    possible = fitting(blocks, limits)
+    if not possible:
+        return None
+    least = min(view.replicas - view.minimum for view in possible)
+    return rng.choice([v.block for v in possible if v.replicas - v.minimum == least])
+
+
+def move(
+    own: int,
+    blocks: Sequence[BlockView],
+    limits: HostLimits,
+    rounds_here: int,
+    needy_rounds: Mapping[int, int],
+    rng: random.Random,
+    rules: MoveRules | None = None,
+) -> int | None:
+    """The block to move to now, or None to stay. `needy_rounds`: for how long each was in need."""
+    rules = rules or MoveRules()
+    if rounds_here < rules.rest_rounds:
+        return None
+    here = next(view for view in blocks if view.block == own)
+    if here.replicas <= here.minimum:
+        return None
+    needy = [
+        view
+        for view in fitting([v for v in blocks if v.block != own], limits)
+        if view.replicas < view.minimum and needy_rounds.get(view.block, 0) >= rules.patience_rounds
+    ]
+    if not needy:
+        return None
+    target = rng.choice(needy)
+    missing = target.minimum - target.replicas
+    spare = sum(max(view.replicas - view.minimum, 0) for view in blocks)
+    # About `missing` of the spare hosts go; and never so likely that all spare ones of a small
+    # swarm go together, which would empty the block that they come from.
+    chance = min(missing / max(spare, 1), 0.5 if spare > 1 else 1.0)
+    return target.block if rng.random() < chance else None
+
+
+def needy_rounds_after(
+    before: Mapping[int, int], blocks: Sequence[BlockView]
+) -> dict[int, int]:
+    """One more round of watching: blocks below their minimum, and for how many rounds they were."""
+    return {v.block: before.get(v.block, 0) + 1 for v in blocks if v.replicas < v.minimum}

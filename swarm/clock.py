@@ -1,0 +1,72 @@
+"""The run's clock: which round it is, on a machine whose own clock may be off.
+
+Decides the correction to a local clock and the times of a round. Reads no clock itself.
+
+A sample is one question to a peer: sent at, the peer's time, answered at (all in the clocks of
+their owners). The correction is the median over peers of their offsets, with ourselves among them
+at 0: then every replica lands on the same clock, the median one, and a minority of wrong or lying
+clocks moves nobody.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Mapping
+from dataclasses import dataclass, field
+
+MAX_OFFSET_S = 3600.0
+SAMPLES_PER_PEER = 8
+
+
+@dataclass(frozen=True)
+class ClockSample:
+    """A question and its answer. The shorter the way, the better the estimate."""
+
+    sent_s: float
+    peer_s: float
+    received_s: float
+
+    @property
+    def way_s(self) -> float:
+        return self.received_s - self.sent_s
+
+    @property
+    def offset_s(self) -> float:
+        return self.peer_s - (self.sent_s + self.received_s) / 2
+
+
+@dataclass(frozen=True)
+class RunClock:
+    """Local time in, run time out. Immutable: `with_sample` gives the next one."""
+
+    samples: Mapping[str, tuple[ClockSample, ...]] = field(default_factory=dict)
+
+    def with_sample(self, peer: str, sample: ClockSample) -> RunClock:
+        """Impossible samples (answered before asked, an hour off) are ignored."""
+        if sample.way_s < 0 or not abs(sample.offset_s) <= MAX_OFFSET_S:
+            return self
+        kept = (*self.samples.get(peer, ()), sample)[-SAMPLES_PER_PEER:]
+        return RunClock({**self.samples, peer: kept})
+
+    def without(self, peer: str) -> RunClock:
+        return RunClock({name: s for name, s in self.samples.items() if name != peer})
+
+    @property
+    def correction_s(self) -> float:
+        """Lower median of the peers' offsets and our own 0. Of each peer the quickest sample."""
+        offsets = [0.0]
+        for samples in self.samples.values():
+            offsets.append(min(samples, key=lambda s: s.way_s).offset_s)
+        return sorted(offsets)[(len(offsets) - 1) // 2]
+
+    def run_time_s(self, local_s: float) -> float:
+        return local_s + self.correction_s
+
+
+def round_at(now_s: float, start_s: float, period_s: float) -> int:
+    """The number of the round whose exchange is on at this time; 0 in the first period."""
+    return int((now_s - start_s) // period_s)
+
+
+def exchange_opens_s(number: int, start_s: float, period_s: float) -> float:
+    """When the exchange of a round begins: what was trained in the period before it is sent."""
+    return start_s + number * period_s

@@ -1,0 +1,32 @@
+"""Which version of which block a worker reads, and which versions compose into one model.
+
+Version v of a block is its weights at the start of round v; version 0 is its initialisation. In
+round r the worker of block b trains on forward-only copies of the blocks before it. Read all at
+version r, they form a chain that nobody was trained on: block b-1 at r learnt on block b-2 at r-1.
+Staggered, block b-1 is read at r, block b-2 at r-1 and so on, and every copy sees exactly the
+version it was trained against. Knows nothing of weights: only numbers.
+"""
+
+from __future__ import annotations
+
+
+def upstream_versions(block: int, round_: int, staggered: bool) -> list[int]:
+    """The version of each block before `block` that its worker reads in `round_`."""
+    if not staggered:
+        return [round_] * block
+    return [max(0, round_ - (block - 1 - before)) for before in range(block)]
+
+
+def composed_versions(blocks: int, newest: int, staggered: bool) -> list[int]:
+    """The version of each block in a model assembled when `newest` is the latest version.
+
+    Staggered, the last block is the newest, over what its worker read in the round before.
+    """
+    if not staggered:
+        return [newest] * blocks
+    return [max(0, newest - (blocks - 1 - block)) for block in range(blocks)]
+
+
+def oldest_needed(blocks: int, round_: int, staggered: bool) -> int:
+    """The oldest version that any worker of `round_`, or an assembly after it, may still read."""
+    return max(0, round_ - blocks + 1) if staggered else round_

@@ -1,0 +1,190 @@
+"""All workers of a run in one process: training with no network, as a swarm would see it.
+
+Each worker still reads other blocks only as frozen copies that are refreshed once a round, so the
+staleness of a swarm can be measured on one machine. Knows nothing of data sets or files.
+"""
+
+from __future__ import annotations
+
+import copy
+from collections.abc import Mapping, Sequence
+from dataclasses import astuple
+from typing import Any
+
+import torch
+from torch import Tensor
+
+from protocol.errors import ModelError
+from swarm.composition import ComposedModel
+from swarm.coupling import composed_versions, oldest_needed, upstream_versions
+from swarm.evaluate import honest_ce, teacher_forced_ce
+from swarm.model import Block
+from swarm.noise import Interval, adapt_interval
+from swarm.run import Run
+from swarm.worker import BlockWorker, StepLoss
+
+Weights = dict[str, Tensor]
+
+
+class Versions:
+    """Frozen copies of every block by version; what nobody can read any more is dropped."""
+
+    def __init__(self, run: Run) -> None:
+        self.run = run
+        self.copies: dict[int, list[Block]] = {}
+        self.newest = -1
+
+    def push(self, blocks: Sequence[Block]) -> None:
+        """Keep the blocks as they are now as the next version."""
+        decay = self.run.training.copy_decay
+        before = self.copies.get(self.newest)
+        self.newest += 1
+        self.copies[self.newest] = [frozen_copy(block) for block in blocks]
+        if decay > 0 and before is not None:
+            for new, old in zip(self.copies[self.newest], before, strict=True):
+                for p, q in zip(new.parameters(), old.parameters(), strict=True):
+                    p.lerp_(q, decay)
+        oldest = oldest_needed(len(blocks), self.newest, self.run.training.staggered)
+        for version in [v for v in self.copies if v < oldest]:
+            del self.copies[version]
+
+    def get(self, block: int, version: int) -> Block:
+        return self.copies[version][block]
+
+
+class LocalSwarm:
+    """One worker a block, trained in lockstep on the same batches."""
+
+    def __init__(self, run: Run, device: torch.device) -> None:
+        self.run = run
+        self.workers = [BlockWorker(run, block, device) for block in range(run.model.blocks)]
+        self.versions = Versions(run)
+        self.steps_done = 0
+
+    def step(self, x: Tensor, y: Tensor, offline: frozenset[int] = frozenset()) -> list[StepLoss]:
+        """One step of every worker that is not offline; at a round's start copies are renewed."""
+        if self.steps_done % self.run.training.steps_per_round == 0:
+            self.versions.push([worker.block for worker in self.workers])
+        losses = [
+            worker.step(x, y, self._upstream(worker.index), self._next(worker.index))
+            for worker in self.workers
+            if worker.index not in offline
+        ]
+        for index in offline:  # the schedule goes on without them
+            self.workers[index].steps_done += 1
+        self.steps_done += 1
+        return losses
+
+    def adapt_sigmas(self, held_out: Sequence[Tensor]) -> None:
+        """Raise the lowest sigma of every block that reads its target more than the run allows."""
+        model = ComposedModel(self.run, self.composed_blocks())
+        honest = honest_ce(model, held_out).block_ce_nats
+        for worker in self.workers:
+            forced = teacher_forced_ce(model, held_out, worker.index, worker.objective)
+            own = honest[worker.index]
+            assert own is not None
+            worker.objective.interval = adapt_interval(
+                worker.objective.interval, own - forced, self.run.noise.leak_limit_nats
+            )
+
+    def composed_blocks(self, staggered: bool | None = None) -> list[Block]:
+        """The blocks of the assembled model: the last one live, the others as it read them."""
+        live = [worker.block for worker in self.workers]
+        if not self.run.model.relays or self.versions.newest < 0:
+            return live
+        if staggered is None:
+            staggered = self.run.training.staggered
+        if not staggered and self.run.training.copy_decay == 0:
+            return live
+        # The running round's live weights are the version after the newest copy.
+        numbers = composed_versions(len(live), self.versions.newest + 1, staggered)
+        held = [
+            self.versions.get(block, min(version, self.versions.newest))
+            for block, version in enumerate(numbers[:-1])
+        ]
+        return [*held, live[-1]]
+
+    def state(self) -> tuple[Weights, dict[str, Any]]:
+        """Everything that a resumed run needs, as flat tensors and a few numbers."""
+        tensors: Weights = {}
+        for worker in self.workers:
+            _put(tensors, f"block.{worker.index}", worker.block.state_dict())
+            _put(tensors, f"optimizer.{worker.index}", optimizer_tensors(worker))
+        for version, blocks in self.versions.copies.items():
+            for index, block in enumerate(blocks):
+                _put(tensors, f"version.{version}.{index}", block.state_dict())
+        return tensors, {
+            "steps_done": self.steps_done,
+            "newest": self.versions.newest,
+            "sigmas": [astuple(worker.objective.interval) for worker in self.workers],
+        }
+
+    def load_state(self, tensors: Mapping[str, Tensor], numbers: Mapping[str, Any]) -> None:
+        """The inverse of `state`; a `ModelError` if the tensors are not of this run."""
+        try:
+            for worker in self.workers:
+                worker.block.load_state_dict(_take(tensors, f"block.{worker.index}"))
+                load_optimizer_tensors(worker, _take(tensors, f"optimizer.{worker.index}"))
+                worker.steps_done = numbers["steps_done"]
+                worker.objective.interval = Interval(*numbers["sigmas"][worker.index])
+            self.steps_done, self.versions.newest = numbers["steps_done"], numbers["newest"]
+            held = sorted({int(k.split(".")[1]) for k in tensors if k.startswith("version.")})
+            for version in held:
+                self.versions.copies[version] = []
+                for worker in self.workers:
+                    block = frozen_copy(worker.block)
+                    block.load_state_dict(_take(tensors, f"version.{version}.{worker.index}"))
+                    self.versions.copies[version].append(block)
+        except (KeyError, IndexError, TypeError, RuntimeError, ValueError) as error:
+            raise ModelError(
+                f"the checkpoint does not fit this run: {str(error).splitlines()[0]}",
+                "resume with the options the run was started with, or start a new folder",
+            ) from error
+
+    def _upstream(self, block: int) -> list[Block]:
+        if not self.run.model.relays:
+            return []
+        numbers = upstream_versions(block, self.versions.newest, self.run.training.staggered)
+        return [self.versions.get(before, version) for before, version in enumerate(numbers)]
+
+    def _next(self, block: int) -> Block | None:
+        if self.run.model.coupling != "look_ahead" or block + 1 >= len(self.workers):
+            return None
+        return self.versions.get(block + 1, self.versions.newest)
+
+
+def frozen_copy(block: Block) -> Block:
+    """A forward-only copy: it passes gradients through to its input and keeps none."""
+    twin = copy.deepcopy(block)
+    twin.requires_grad_(False)
+    return twin
+
+
+def optimizer_tensors(worker: BlockWorker) -> Weights:
+    """AdamW's state by parameter name: no pickle needed to write it down."""
+    out: Weights = {}
+    for name, parameter in worker.block.named_parameters():
+        for key, value in worker.optimizer.state.get(parameter, {}).items():
+            out[f"{name}:{key}"] = value
+    return out
+
+
+def load_optimizer_tensors(worker: BlockWorker, tensors: Mapping[str, Tensor]) -> None:
+    for name, parameter in worker.block.named_parameters():
+        keys = [key for key in ("step", "exp_avg", "exp_avg_sq") if f"{name}:{key}" in tensors]
+        if keys:
+            worker.optimizer.state[parameter] = {
+                key: tensors[f"{name}:{key}"].to(
+                    device=parameter.device, dtype=torch.float32, copy=True
+                )
+                for key in keys
+            }
+
+
+def _put(tensors: Weights, prefix: str, part: Mapping[str, Tensor]) -> None:
+    tensors.update({f"{prefix}.{name}": value for name, value in part.items()})
+
+
+def _take(tensors: Mapping[str, Tensor], prefix: str) -> Weights:
+    cut = len(prefix) + 1
+    return {name[cut:]: v for name, v in tensors.items() if name.startswith(prefix + ".")}

@@ -1,0 +1,117 @@
+"""Noise levels and targets: which sigmas a block trains on, and what it denoises towards.
+
+Decides the partition of [sigma_min, sigma_max] among blocks, how sigma is drawn inside an
+interval, the frozen target table, and how much a sigma leaks of the target. Knows nothing of
+networks. Block 0 has the highest noise: a sweep starts there and goes down.
+"""
+
+from __future__ import annotations
+
+import math
+from collections.abc import Callable
+from dataclasses import dataclass
+
+import torch
+import torch.nn.functional as F
+from torch import Tensor
+
+from protocol.errors import LeakError
+from swarm.run import VOCABULARY, Noise
+
+
+@dataclass(frozen=True)
+class Interval:
+    """The sigmas of one block: `low` <= sigma <= `high`."""
+
+    low: float
+    high: float
+
+
+def sigma_edges(noise: Noise, blocks: int) -> list[float]:
+    """blocks + 1 sigmas, descending, that cut the truncated lognormal into equal probability."""
+    low, high = (noise.probability(s) for s in (noise.sigma_min, noise.sigma_max))
+    inner = [noise.quantile(high - (high - low) * index / blocks) for index in range(1, blocks)]
+    return [noise.sigma_max, *inner, noise.sigma_min]
+
+
+def block_interval(noise: Noise, blocks: int, block: int) -> Interval:
+    """The block's share, widened by `overlap` of its log width and kept inside the range."""
+    edges = sigma_edges(noise, blocks)
+    high, low = edges[block], edges[block + 1]
+    stretch = (high / low) ** noise.overlap
+    return Interval(max(noise.sigma_min, low / stretch), min(noise.sigma_max, high * stretch))
+
+
+def draw_sigma(noise: Noise, interval: Interval, count: int, generator: torch.Generator) -> Tensor:
+    """`count` sigmas from the lognormal truncated to the interval, by inverting its CDF."""
+    low, high = noise.probability(interval.low), noise.probability(interval.high)
+    uniform = torch.rand(count, generator=generator, dtype=torch.float64)
+    probability = low + (high - low) * uniform
+    sigma = torch.exp(noise.p_mean + noise.p_std * torch.special.ndtri(probability))
+    return sigma.clamp(interval.low, interval.high).to(torch.float32)
+
+
+def target_table(seed: int, width: int) -> Tensor:
+    """E: a frozen row of unit norm for every byte, from the run's seed, equal on every host."""
+    generator = torch.Generator().manual_seed(seed ^ 0x7A26_E7)
+    rows = torch.randn(VOCABULARY, width, generator=generator, dtype=torch.float64)
+    return F.normalize(rows, dim=-1).to(torch.float32)
+
+
+def leak_nats(
+    targets: Tensor, byte_probability: Tensor, sigma: float, seed: int = 0, samples: int = 16384
+) -> float:
+    """What z alone tells of its target: H(p) - CE of the Bayes posterior of z with prior p.
+
+    A Monte Carlo estimate in float64; the targets have unit norm, so their norms cancel in the
+    posterior. It needs no network, so a run can be refused before a step is trained.
+    """
+    generator = torch.Generator().manual_seed(seed)
+    prior = byte_probability.to(torch.float64)
+    prior = prior / prior.sum()
+    log_prior = prior.clamp_min(1e-300).log()
+    table = targets.to(torch.float64)
+    y = torch.multinomial(prior, samples, replacement=True, generator=generator)
+    z = table[y] + sigma * torch.randn(samples, table.shape[1], generator=generator).double()
+    posterior = (log_prior + z @ table.T / sigma**2).log_softmax(-1)
+    # The same sample in both terms: their noise cancels.
+    return float((posterior.gather(1, y[:, None])[:, 0] - log_prior[y]).mean())
+
+
+def refuse_leak(noise: Noise, targets: Tensor, byte_probability: Tensor) -> float:
+    """The leak at sigma_min; a `LeakError` with the range that would pass if it is too high."""
+    leak = leak_nats(targets, byte_probability, noise.sigma_min)
+    if leak <= noise.leak_limit_nats:
+        return leak
+
+    def passes(sigma: float) -> bool:
+        return leak_nats(targets, byte_probability, sigma) <= noise.leak_limit_nats
+
+    sigma = _smallest_that_passes(passes, noise.sigma_min)
+    raise LeakError(
+        f"at sigma_min {noise.sigma_min:g} the noised target still tells {leak:.3f} nats of the "
+        f"byte it hides; the limit is {noise.leak_limit_nats:g}",
+        f"use --sigma-min {sigma:.3g} --sigma-max {max(noise.sigma_max, 2 * sigma):.3g}, or raise "
+        f"--leak-limit above {leak:.3f} to study the leak",
+    )
+
+
+def adapt_interval(interval: Interval, measured_leak_nats: float, limit_nats: float) -> Interval:
+    """Move a block's lowest sigma up while its measured leak is above the limit.
+
+    The leak falls as 1 / sigma^2, so one step lands near the limit; the interval never closes.
+    """
+    if measured_leak_nats <= limit_nats:
+        return interval
+    wanted = interval.low * math.sqrt(measured_leak_nats / limit_nats)
+    return Interval(min(wanted, interval.low + 0.9 * (interval.high - interval.low)), interval.high)
+
+
+def _smallest_that_passes(passes: Callable[[float], bool], low: float) -> float:
+    high = low
+    while not passes(high):
+        high *= 2.0
+    for _ in range(12):
+        middle = math.sqrt(low * high)
+        low, high = (low, middle) if passes(middle) else (middle, high)
+    return high * 1.005  # rounded up a little: the hint must pass when it is typed back

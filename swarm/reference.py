@@ -1,0 +1,45 @@
+"""The end-to-end reference: the same layers and schedule, one loss, gradients through all of it.
+
+What BlockTrain is measured against. It holds the whole model's gradients and optimizer state,
+which is what a block's worker is spared.
+"""
+
+from __future__ import annotations
+
+import torch
+import torch.nn.functional as F
+from torch import Tensor
+
+from swarm.model import EndToEnd
+from swarm.run import Run
+from swarm.worker import block_optimizer
+
+
+class ReferenceWorker:
+    """Trains an `EndToEnd` on the same batches as the blocks. `heads_every`: see `EndToEnd`."""
+
+    def __init__(self, run: Run, device: torch.device, heads_every: int = 0) -> None:
+        self.run = run
+        with torch.random.fork_rng(devices=[]):
+            torch.manual_seed(run.seed * 1_000_003 + 999_983)
+            self.model = EndToEnd(run.model, heads_every).to(device)
+        self.optimizer = block_optimizer(run, self.model)
+        self.steps_done = 0
+
+    def step(self, x: Tensor, y: Tensor) -> float:
+        """One step; the loss is the sum over heads, the value returned the last head's."""
+        training = self.run.training
+        losses = [F.cross_entropy(out.flatten(0, 1), y.flatten()) for out in self.model(x)]
+        for group in self.optimizer.param_groups:
+            group["lr"] = training.learning_rate_at(self.steps_done)
+        self.optimizer.zero_grad(set_to_none=True)
+        torch.stack(losses).sum().backward()  # type: ignore[no-untyped-call]  # torch's own gap
+        torch.nn.utils.clip_grad_norm_(self.model.parameters(), training.clip_norm)
+        self.optimizer.step()
+        self.steps_done += 1
+        return losses[-1].item()
+
+    @torch.no_grad()
+    def head_log_probs(self, x: Tensor) -> list[Tensor]:
+        """Every head's log-probabilities, the last layer's last."""
+        return [F.log_softmax(out.float(), dim=-1) for out in self.model(x)]

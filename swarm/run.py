@@ -1,0 +1,212 @@
+"""The run: a model, its noise, its objective and its schedule, checked once and frozen.
+
+Decides which combinations make sense and refuses the others with the field's name. Knows nothing
+of files, data or the network; `to_dict`/`from_dict` are what a TOML file or a manifest holds.
+"""
+
+from __future__ import annotations
+
+import dataclasses
+import math
+from dataclasses import dataclass, field
+from statistics import NormalDist
+from typing import Any, Literal, TypeVar, get_args
+
+from protocol.errors import UsageError
+
+Objective = Literal["bayes", "edm", "plain"]
+Coupling = Literal["independent", "relay", "look_ahead"]
+Composition = Literal["logit", "embedding"]
+
+VOCABULARY = 256  # bytes in, bytes out
+
+# A stranger's run file must not make a host allocate without end.
+MAX_BLOCKS, MAX_LAYERS, MAX_WIDTH, MAX_CONTEXT = 1024, 256, 32768, 1 << 17
+
+
+@dataclass(frozen=True)
+class ModelShape:
+    """`blocks` self-contained blocks of `layers` causal Transformer layers each."""
+
+    blocks: int = 4
+    layers: int = 2
+    width: int = 128
+    heads: int = 4
+    context: int = 128
+    coupling: Coupling = "look_ahead"
+
+    def __post_init__(self) -> None:
+        _within("blocks", self.blocks, 1, MAX_BLOCKS)
+        _within("layers", self.layers, 1, MAX_LAYERS)
+        _within("width", self.width, 8, MAX_WIDTH)
+        _within("context", self.context, 2, MAX_CONTEXT)
+        _within("heads", self.heads, 1, self.width)
+        _one_of("coupling", self.coupling, get_args(Coupling))
+        if self.width % self.heads or (self.width // self.heads) % 2:
+            raise UsageError(
+                f"width {self.width} does not split into {self.heads} heads of even size",
+                f"choose a width that is a multiple of {2 * self.heads}",
+            )
+
+    @property
+    def relays(self) -> bool:
+        """Whether a block reads the hidden state of the blocks before it."""
+        return self.coupling != "independent"
+
+
+@dataclass(frozen=True)
+class Noise:
+    """z = E[y] + sigma * eps, with sigma lognormal, truncated to [sigma_min, sigma_max]."""
+
+    sigma_min: float = 5.0
+    sigma_max: float = 10.0
+    p_mean: float = -1.2
+    p_std: float = 1.2
+    overlap: float = 0.05  # how far a block's interval reaches into its neighbours', in log sigma
+    leak_limit_nats: float = 0.05
+    adaptive: bool = False  # raise a block's lowest sigma when its measured leak passes the limit
+
+    def __post_init__(self) -> None:
+        for name in ("sigma_min", "sigma_max", "p_std", "leak_limit_nats"):
+            _finite(name, getattr(self, name), low=0.0)
+        _finite("p_mean", self.p_mean)
+        _finite("overlap", self.overlap, low=-1e-12, high=1.0)
+        if self.sigma_min >= self.sigma_max:
+            raise UsageError(
+                f"sigma_min {self.sigma_min:g} is not below sigma_max {self.sigma_max:g}",
+                "give a range such as --sigma-min 5 --sigma-max 10",
+            )
+        if self.probability(self.sigma_max) - self.probability(self.sigma_min) < 1e-9:
+            raise UsageError(
+                f"sigma in [{self.sigma_min:g}, {self.sigma_max:g}] has almost no probability "
+                f"under the lognormal with p_mean {self.p_mean:g}, p_std {self.p_std:g}",
+                "choose a wider range, or one nearer to exp(p_mean)",
+            )
+
+    def probability(self, sigma: float) -> float:
+        """The lognormal's CDF."""
+        return NormalDist().cdf((math.log(sigma) - self.p_mean) / self.p_std)
+
+    def quantile(self, probability: float) -> float:
+        """The inverse of `probability`."""
+        return math.exp(self.p_mean + self.p_std * NormalDist().inv_cdf(probability))
+
+
+@dataclass(frozen=True)
+class Training:
+    """The objective and the schedule. All of it is a function of the step, so of the round."""
+
+    objective: Objective = "bayes"
+    steps: int = 6000
+    steps_per_round: int = 50  # copies of other blocks are refreshed once a round
+    batch: int = 8
+    learning_rate: float = 3e-3
+    final_learning_rate: float = 0.02  # as a share of learning_rate
+    warmup_steps: int = 40
+    weight_decay: float = 0.05
+    beta1: float = 0.9
+    beta2: float = 0.97
+    clip_norm: float = 1.0
+    look_ahead_weight: float = 1.0  # weight of the next block's loss in a block's own objective
+    staggered: bool = True  # copies in the versions they were trained against, not the newest
+    copy_decay: float = 0.0  # > 0: copies are slow-moving averages of their block's versions
+
+    def __post_init__(self) -> None:
+        _one_of("objective", self.objective, get_args(Objective))
+        _within("steps", self.steps, 1, 10**9)
+        _within("steps_per_round", self.steps_per_round, 1, 10**6)
+        _within("batch", self.batch, 1, 1 << 16)
+        _within("warmup_steps", self.warmup_steps, 0, 10**9)
+        for name in ("learning_rate", "clip_norm"):
+            _finite(name, getattr(self, name), low=0.0)
+        _finite("weight_decay", self.weight_decay, low=-1e-12, high=1.0)
+        _finite("look_ahead_weight", self.look_ahead_weight, low=-1e-12, high=1e3)
+        _finite("final_learning_rate", self.final_learning_rate, low=-1e-12, high=1.0)
+        for name in ("beta1", "beta2", "copy_decay"):
+            _finite(name, getattr(self, name), low=-1e-12, high=0.99999)
+
+    def learning_rate_at(self, step: int) -> float:
+        """Linear warm-up, then a cosine to `final_learning_rate` of the peak."""
+        warm = min(1.0, (step + 1) / self.warmup_steps) if self.warmup_steps else 1.0
+        phase = 0.5 * (1.0 + math.cos(math.pi * min(1.0, step / self.steps)))
+        floor = self.final_learning_rate
+        return self.learning_rate * warm * (floor + (1.0 - floor) * phase)
+
+    def round_of(self, step: int) -> int:
+        return step // self.steps_per_round
+
+
+@dataclass(frozen=True)
+class Run:
+    """Everything that must be equal on every host of a run."""
+
+    model: ModelShape = field(default_factory=ModelShape)
+    noise: Noise = field(default_factory=Noise)
+    training: Training = field(default_factory=Training)
+    seed: int = 0
+
+    def __post_init__(self) -> None:
+        _within("seed", self.seed, 0, 2**62)
+        if self.training.objective == "edm" and self.model.relays:
+            raise UsageError(
+                "the edm objective has z as an input and works with independent blocks only",
+                "use --coupling independent, or --objective bayes",
+            )
+
+    def to_dict(self) -> dict[str, Any]:
+        return dataclasses.asdict(self)
+
+    @classmethod
+    def from_dict(cls, raw: dict[str, Any]) -> Run:
+        """The inverse of `to_dict`, for text that a stranger may have written."""
+        if not isinstance(raw, dict):
+            raise UsageError("a run is a table of model, noise, training and seed")
+        unknown = set(raw) - {f.name for f in dataclasses.fields(cls)}
+        if unknown:
+            raise UsageError(f"unknown field in the run: {sorted(map(str, unknown))[0]}")
+        return cls(
+            model=_table(ModelShape, "model", raw.get("model", {})),
+            noise=_table(Noise, "noise", raw.get("noise", {})),
+            training=_table(Training, "training", raw.get("training", {})),
+            seed=_typed("seed", raw.get("seed", 0), int),
+        )
+
+
+_T = TypeVar("_T", ModelShape, Noise, Training)
+
+
+def _table(kind: type[_T], name: str, raw: Any) -> _T:
+    """Build one section, refusing unknown fields and values of another type than the default's."""
+    if not isinstance(raw, dict):
+        raise UsageError(f"[{name}] is not a table")
+    defaults = kind()
+    values: dict[str, Any] = {}
+    for key, value in raw.items():
+        if not isinstance(key, str) or not hasattr(defaults, key):
+            raise UsageError(f"unknown field in [{name}]: {key!s}")
+        values[key] = _typed(f"{name}.{key}", value, type(getattr(defaults, key)))
+    return kind(**values)
+
+
+def _typed(name: str, value: Any, kind: type) -> Any:
+    if kind is float and isinstance(value, int) and not isinstance(value, bool):
+        return float(value)
+    if not isinstance(value, kind) or (kind is int and isinstance(value, bool)):
+        raise UsageError(f"{name} must be of type {kind.__name__}, not {type(value).__name__}")
+    return value
+
+
+def _within(name: str, value: int, low: int, high: int) -> None:
+    if not low <= value <= high:
+        raise UsageError(f"{name} is {value}; it must be between {low} and {high}")
+
+
+def _finite(name: str, value: float, low: float = -math.inf, high: float = math.inf) -> None:
+    if not (math.isfinite(value) and low < value <= high):
+        wanted = "a finite number" + (" above 0" if low == 0.0 else "")
+        raise UsageError(f"{name} is {value}; it must be {wanted}")
+
+
+def _one_of(name: str, value: str, allowed: tuple[str, ...]) -> None:
+    if value not in allowed:
+        raise UsageError(f"{name} is {value!r}; it must be one of {', '.join(allowed)}")
