@@ -1,0 +1,176 @@
+"""Tensor codecs: a flat float32 vector to self-describing bytes and back. See SPEC_CODECS.md.
+
+    encoded = encode(update, "topk:0.02:2")     # a vector and a CodecSpec or its text form
+    feedback = encoded.residual(update)         # what the bytes do not say; the sender keeps it
+    decoded = decode(data, expected_size)       # float32, sparse or dense
+    indices, fixed = decode_fixed(data, size)   # the same in integers, for the aggregation
+
+Decoded values are integer multiples of one quantum (`fixed.py` says which and why), so that all
+replicas aggregate to the same bits. For int8, int4 and top-k the two forms are equal exactly:
+value = fixed * 2^-40. For fp32 and bf16 the floats are as sent and the integers are rounded.
+
+Every decoder takes hostile bytes: sizes are compared with `expected_size` before anything is
+allocated, and whatever no encoder writes is refused with a `CodecError`.
+
+Works on numpy arrays and CPU torch tensors, needs only numpy; knows nothing of models or peers.
+"""
+
+from __future__ import annotations
+
+from dataclasses import dataclass
+from functools import cached_property
+from typing import Any
+
+import numpy as np
+
+from protocol.codec import dense, topk
+from protocol.codec.errors import (
+    CodecError,
+    CodecSpecError,
+    CodecVersionError,
+    CompressionError,
+    CorruptPayloadError,
+    NonFiniteError,
+    SizeMismatchError,
+    TrailingBytesError,
+    TruncatedPayloadError,
+    UnknownCodecError,
+)
+from protocol.codec.fixed import (
+    FIXED_BITS,
+    FIXED_LIMIT,
+    QUANTUM,
+    VALUE_LIMIT,
+    Float32s,
+    Int64s,
+    from_fixed,
+    to_fixed,
+)
+from protocol.codec.sections import CODEC_VERSION, MAX_SIZE, Header, Reader
+from protocol.codec.spec import DEFAULT_CODEC, CodecId, CodecSpec
+
+__all__ = [
+    "CODEC_VERSION",
+    "DEFAULT_CODEC",
+    "FIXED_BITS",
+    "FIXED_LIMIT",
+    "MAX_SIZE",
+    "QUANTUM",
+    "VALUE_LIMIT",
+    "CodecError",
+    "CodecId",
+    "CodecSpec",
+    "CodecSpecError",
+    "CodecVersionError",
+    "CompressionError",
+    "CorruptPayloadError",
+    "Decoded",
+    "Encoded",
+    "Header",
+    "NonFiniteError",
+    "SizeMismatchError",
+    "TrailingBytesError",
+    "TruncatedPayloadError",
+    "UnknownCodecError",
+    "decode",
+    "decode_fixed",
+    "encode",
+    "from_fixed",
+    "read_header",
+    "to_fixed",
+]
+
+
+@dataclass(frozen=True)
+class Decoded:
+    """A vector as a receiver sees it. `indices` is None if all coordinates are there."""
+
+    size: int
+    indices: Int64s | None
+    values: Float32s
+
+    def dense(self) -> Float32s:
+        """All coordinates."""
+        if self.indices is None:
+            return self.values
+        full = np.zeros(self.size, dtype=np.float32)
+        full[self.indices] = self.values
+        return full
+
+
+@dataclass(frozen=True)
+class Encoded:
+    """A payload, and (on demand, for dense codecs) what a receiver decodes from it."""
+
+    data: bytes
+    size: int
+    sparse: topk.Sparse | None = None
+
+    @cached_property
+    def decoded(self) -> Decoded:
+        if self.sparse is None:
+            return decode(self.data, self.size)
+        return Decoded(self.size, self.sparse.indices, from_fixed(self.sparse.fixed))
+
+    def residual(self, vector: Any) -> Float32s:
+        """Error feedback: vector - decoded, a new array."""
+        rest = np.array(_as_float32(vector))
+        if self.decoded.indices is None:
+            rest -= self.decoded.values
+        else:
+            rest[self.decoded.indices] -= self.decoded.values
+        return rest
+
+
+def encode(vector: Any, spec: CodecSpec | str = DEFAULT_CODEC) -> Encoded:
+    """Encode a flat vector (numpy or CPU torch, float32). Refuses NaN and Inf, clips to limits."""
+    if isinstance(spec, str):
+        spec = CodecSpec.parse(spec)
+    values = _as_float32(vector)
+    if not 1 <= values.size <= MAX_SIZE:
+        raise SizeMismatchError(f"{values.size} coordinates; 1 to {MAX_SIZE} can be encoded")
+    if spec.codec == CodecId.TOPK:
+        data, sparse = topk.encode_topk(values, spec)
+        return Encoded(data, values.size, sparse)
+    if spec.codec in (CodecId.INT8, CodecId.INT4):
+        return Encoded(dense.encode_blocks(values, spec), values.size)
+    return Encoded(dense.encode_floats(values, spec), values.size)
+
+
+def read_header(data: bytes, expected_size: int) -> Header:
+    """Codec, block and size, checked; nothing else is read."""
+    return Reader(data, expected_size).header
+
+
+def decode(data: bytes, expected_size: int, max_kept: int | None = None) -> Decoded:
+    """Decode to float32. `max_kept` (see CodecSpec.max_kept) bounds what a top-k may hold."""
+    reader = Reader(data, expected_size)
+    if reader.header.codec == CodecId.TOPK:
+        sparse = topk.decode_topk(reader, max_kept)
+        return Decoded(expected_size, sparse.indices, from_fixed(sparse.fixed))
+    if reader.header.codec in (CodecId.INT8, CodecId.INT4):
+        return Decoded(expected_size, None, dense.decode_blocks(reader))
+    return Decoded(expected_size, None, dense.decode_floats(reader))
+
+
+def decode_fixed(
+    data: bytes, expected_size: int, max_kept: int | None = None
+) -> tuple[Int64s | None, Int64s]:
+    """Decode to (indices or None, int64 values in quanta of 2^-40, magnitude at most 2^52)."""
+    reader = Reader(data, expected_size)
+    if reader.header.codec == CodecId.TOPK:
+        sparse = topk.decode_topk(reader, max_kept)
+        return sparse.indices, sparse.fixed
+    if reader.header.codec in (CodecId.INT8, CodecId.INT4):
+        return None, dense.decode_blocks_fixed(reader)
+    return None, to_fixed(dense.decode_floats(reader))
+
+
+def _as_float32(vector: Any) -> Float32s:
+    """A flat, contiguous float32 view of a numpy array or a CPU torch tensor."""
+    if hasattr(vector, "detach"):
+        vector = vector.detach().numpy()
+    array = np.asarray(vector)
+    if array.dtype != np.float32 or array.ndim != 1:
+        raise TypeError(f"a flat float32 vector is needed, not {array.dtype} of {array.ndim} dims")
+    return np.ascontiguousarray(array)

@@ -1,0 +1,179 @@
+"""Chunked top-k: the largest coordinates of each chunk, few bits per value, packed indices.
+
+A kept coordinate is sent as sign * level * scale: one scale per chunk (8 bits), and a table of
+2^(bits-1) levels per payload that the encoder fits to the magnitudes (Lloyd's iteration), because
+what is left after a threshold is one-sided and far from uniform. Nothing in the format says how
+many coordinates of a chunk are kept, so an encoder is free to spend them where it likes.
+
+Knows nothing of error feedback: what was dropped is the sender's business.
+"""
+
+from __future__ import annotations
+
+import struct
+from dataclasses import dataclass
+
+import numpy as np
+from numpy.typing import NDArray
+
+from protocol.codec.errors import CorruptPayloadError, SizeMismatchError, UnknownCodecError
+from protocol.codec.fixed import FIXED_BITS, Float32s, Int64s, scale_codes, scale_values
+from protocol.codec.gaps import class_shifts, pack_gaps, unpack_gaps
+from protocol.codec.sections import Bytes, Reader, Writer
+from protocol.codec.selection import largest_overall, largest_per_chunk
+from protocol.codec.spec import VALUE_BITS, CodecId, CodecSpec
+
+SCALE_MANTISSA_BITS = 4
+SCALE_BITS = 8
+MAX_SCALE_SHIFT = 17  # 31 * 2^14 * 2^17 * 65535 < 2^52: no payload can exceed the limit
+TYPICAL_LEVEL = 256  # a chunk's scale is its mean kept magnitude / 256, so levels have 8 bits
+LINEAR_STEP = 256  # of the implied levels 256, 512, ... 32768 for 8-bit values
+_LEVEL_LIMIT = 65535
+_FIT_SAMPLES = 16384
+_FIT_ITERATIONS = 30
+
+# Bits that a level's number takes on the wire: a power of two, so that none straddles two bytes
+# and zstd sees whole symbols.
+_CHOICE_BITS = {1: 0, 2: 1, 4: 4, 8: 8}
+_SUBHEADER = struct.Struct("<BBI")
+
+
+@dataclass(frozen=True)
+class Sparse:
+    """Kept coordinates: strictly increasing indices and values in quanta."""
+
+    indices: Int64s
+    fixed: Int64s
+
+
+def encode_topk(vector: Float32s, spec: CodecSpec) -> tuple[bytes, Sparse]:
+    """The payload, and exactly what a decoder will get from it."""
+    if spec.overall:
+        indices = largest_overall(vector, spec.density)
+    else:
+        indices = largest_per_chunk(vector, spec.block, spec.density)
+    log2_chunk, chunks = spec.block.bit_length() - 1, -(-vector.size // spec.block)
+    magnitudes = np.abs(vector[indices]).astype(np.float64) * 2.0**FIXED_BITS
+    shift, codes = _chunk_scales(magnitudes, indices >> log2_chunk, chunks, spec.value_bits)
+    scales = scale_values(codes, SCALE_MANTISSA_BITS) << shift
+    kept = np.flatnonzero(scales[indices >> log2_chunk])  # below the grid: nothing to send
+    indices, magnitudes = indices[kept], magnitudes[kept]
+    scale = scales[indices >> log2_chunk]
+    ratios = magnitudes / scale
+    levels = _fit_levels(ratios, spec.value_bits)
+    choice = np.searchsorted((levels[1:] + levels[:-1]) / 2, ratios)
+    negative = np.signbit(vector[indices])
+
+    classes, low_bits = pack_gaps(indices)
+    writer = Writer(CodecId.TOPK, spec.block, vector.size, zstd=spec.zstd)
+    writer.fixed(_SUBHEADER.pack(spec.value_bits, shift, len(indices)))
+    if spec.value_bits < 8:
+        writer.fixed(levels.astype("<u2").tobytes())
+    writer.section(codes.astype(np.uint8))
+    writer.section(classes)
+    writer.section(low_bits)
+    writer.section(np.packbits(negative, bitorder="little"))
+    writer.section(_pack_choices(choice.astype(np.uint8), _CHOICE_BITS[spec.value_bits]))
+    fixed = levels[choice] * scale
+    return writer.finish(), Sparse(indices, np.where(negative, -fixed, fixed))
+
+
+def decode_topk(reader: Reader, max_kept: int | None = None) -> Sparse:
+    """Refuses everything that no encoder writes.
+
+    zstd can make a payload small that keeps every coordinate, so memory is bounded by the number
+    of coordinates, not by the payload: about 60 bytes per kept one. `max_kept` bounds it further.
+    """
+    size, chunk = reader.header.size, reader.header.block
+    value_bits, shift, count = _SUBHEADER.unpack(reader.take(_SUBHEADER.size))
+    if value_bits not in VALUE_BITS or shift > MAX_SCALE_SHIFT:
+        raise UnknownCodecError(f"top-k with {value_bits} bits per value, scale shift {shift}")
+    if count > (size if max_kept is None else min(size, max_kept)):
+        raise SizeMismatchError(f"{count} of {size} coordinates kept, {max_kept} allowed")
+    levels = _linear_levels()
+    if value_bits < 8:
+        levels = np.frombuffer(reader.take(1 << value_bits), dtype="<u2").astype(np.int64)
+    codes = reader.section(-(-size // chunk))
+    classes = reader.section(count)
+    shifts = class_shifts(classes)
+    low_bits = reader.section(_bytes_for(int(shifts.sum())))
+    negative = _unpack_choices(reader.section(_bytes_for(count)), count, 1)
+    choice_bits = _CHOICE_BITS[value_bits]
+    choice = _unpack_choices(reader.section(_bytes_for(count * choice_bits)), count, choice_bits)
+    reader.finish()
+    if choice.max(initial=0) >= len(levels):
+        raise CorruptPayloadError(f"level {choice.max()} of {len(levels)}")
+
+    indices = unpack_gaps(classes, shifts, low_bits, size)
+    scales = scale_values(codes, SCALE_MANTISSA_BITS) << shift
+    fixed = levels[choice] * scales[indices >> (chunk.bit_length() - 1)]
+    return Sparse(indices, np.where(negative == 1, -fixed, fixed))
+
+
+def _chunk_scales(
+    magnitudes: NDArray[np.float64], chunk_of: Int64s, chunks: int, value_bits: int
+) -> tuple[int, Int64s]:
+    """A common shift, and a scale code per chunk: of the mean, or of the maximum for 8 bits."""
+    if value_bits == 8:
+        units = np.zeros(chunks)
+        np.maximum.at(units, chunk_of, magnitudes)
+        units /= LINEAR_STEP * 128
+    else:
+        counts = np.maximum(np.bincount(chunk_of, minlength=chunks), 1)
+        units = np.bincount(chunk_of, weights=magnitudes, minlength=chunks) / counts
+        units /= TYPICAL_LEVEL
+    # The largest mantissa that a code can hold is 31 * 2^14; above it all scales are shifted.
+    largest = float(units.max(initial=0.0)) / (31 << 14)
+    shift = min(max(int(np.ceil(np.log2(largest))), 0), MAX_SCALE_SHIFT) if largest > 0 else 0
+    units /= 2.0**shift
+    return shift, scale_codes(units, SCALE_MANTISSA_BITS, SCALE_BITS, up=value_bits == 8)
+
+
+def _linear_levels() -> Int64s:
+    return np.arange(1, 129, dtype=np.int64) * LINEAR_STEP
+
+
+def _fit_levels(ratios: NDArray[np.float64], value_bits: int) -> Int64s:
+    """Levels of least squared error for these magnitudes, by Lloyd's iteration on a sample."""
+    if value_bits == 8:
+        return _linear_levels()
+    number = 1 << (value_bits - 1)
+    if not len(ratios):
+        return np.full(number, TYPICAL_LEVEL, dtype=np.int64)
+    sample = np.sort(ratios[:: -(-len(ratios) // _FIT_SAMPLES)])
+    sums = np.concatenate([[0.0], np.cumsum(sample)])
+    centres = np.quantile(sample, (np.arange(number) + 0.5) / number)
+    for _ in range(_FIT_ITERATIONS):
+        edges = np.searchsorted(sample, (centres[1:] + centres[:-1]) / 2)
+        edges = np.concatenate([[0], edges, [len(sample)]])
+        counts = np.diff(edges)
+        means = np.diff(sums[edges]) / np.maximum(counts, 1)
+        centres = np.where(counts > 0, means, centres)
+    return np.sort(np.clip(np.rint(centres), 1, _LEVEL_LIMIT).astype(np.int64))
+
+
+def _bytes_for(bits: int) -> int:
+    return (bits + 7) // 8
+
+
+def _pack_choices(choices: Bytes, width: int) -> Bytes:
+    """The low `width` bits of each, least significant first, zeros to a whole byte."""
+    if width == 8:
+        return choices
+    bits = np.unpackbits(choices[:, None], axis=1, count=width, bitorder="little")
+    return np.packbits(bits, bitorder="little")
+
+
+def _unpack_choices(data: Bytes, count: int, width: int) -> Bytes:
+    """The inverse; refuses padding that is not zero."""
+    if width == 0:
+        return np.zeros(count, dtype=np.uint8)
+    if width == 8:
+        return data
+    bits = np.unpackbits(data, bitorder="little")
+    if bits[count * width :].any():
+        raise CorruptPayloadError("padding bits are not zero")
+    if width == 1:
+        return bits[:count]
+    grouped = np.packbits(bits[: count * width].reshape(count, width), axis=1, bitorder="little")
+    return grouped.reshape(count)

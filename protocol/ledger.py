@@ -1,0 +1,219 @@
+"""Every byte in and out, by purpose, block and peer, with totals that survive a restart.
+
+Decides how counts are kept within bounds: strangers are free, so beyond a number of named peers
+the smallest are folded into "others"; sums never change by that. Knows frames only as a `Tally`.
+What the DHT and libp2p add around frames cannot be counted here: it is estimated, kept apart and
+labelled so.
+"""
+
+from __future__ import annotations
+
+import json
+import math
+import os
+from collections.abc import Mapping
+from dataclasses import dataclass, replace
+from pathlib import Path
+from typing import Any
+
+from protocol.errors import BlockswarmError
+from protocol.frames import Tally
+from protocol.limits import BLOCK_NONE, LEDGER_CELLS_PER_PEER, LEDGER_PEERS
+from protocol.messages import Purpose
+
+OTHERS = "others"  # no peer's text: base58 has no "o" at the start of an id and a fixed length
+_SLACK = 64  # newcomers that may collect some bytes before the next folding
+_FORMAT = 1
+_STATE_MAX_BYTES = 64 * 1024 * 1024
+
+
+class LedgerDamaged(BlockswarmError):
+    """The ledger's file is not one that we wrote."""
+
+
+@dataclass(frozen=True)
+class Count:
+    """Bytes and frames in both directions."""
+
+    bytes_in: int = 0
+    bytes_out: int = 0
+    frames_in: int = 0
+    frames_out: int = 0
+
+    def __add__(self, other: Count) -> Count:
+        return Count(
+            self.bytes_in + other.bytes_in,
+            self.bytes_out + other.bytes_out,
+            self.frames_in + other.frames_in,
+            self.frames_out + other.frames_out,
+        )
+
+    @property
+    def bytes_total(self) -> int:
+        return self.bytes_in + self.bytes_out
+
+    def as_list(self) -> list[int]:
+        return [self.bytes_in, self.bytes_out, self.frames_in, self.frames_out]
+
+
+Cell = tuple[Purpose, int]  # purpose and block
+_OVERFLOW: Cell = (Purpose.CONTROL, BLOCK_NONE)
+
+
+class Ledger:
+    """All counts of one node. `book` is the only way in; memory is bounded."""
+
+    def __init__(self, max_peers: int = LEDGER_PEERS) -> None:
+        self._max_peers = max_peers
+        self._cells: dict[str, dict[Cell, Count]] = {}
+        self._peer_bytes: dict[str, int] = {}
+        self._estimates: dict[str, Count] = {}
+
+    def book(self, tally: Tally, peer: str, purpose: int, block: int = BLOCK_NONE) -> None:
+        """Move a channel's tally into the ledger (the tally starts again at 0).
+
+        `peer` is the peer id's text. An unknown purpose of a newer peer counts as control.
+        """
+        count = Count(tally.bytes_in, tally.bytes_out, tally.frames_in, tally.frames_out)
+        tally.bytes_in = tally.bytes_out = tally.frames_in = tally.frames_out = 0
+        known = Purpose(purpose) if purpose in Purpose.__members__.values() else Purpose.CONTROL
+        self._add(peer, (known, block), count)
+        if len(self._cells) > self._max_peers + _SLACK:
+            self._fold()
+
+    def book_estimate(self, source: str, bytes_in: int, bytes_out: int) -> None:
+        """What was *not* counted on the wire but estimated: `dht`, `libp2p`."""
+        before = self._estimates.get(source, Count())
+        self._estimates[source] = before + Count(bytes_in, bytes_out)
+
+    def _add(self, peer: str, cell: Cell, count: Count) -> None:
+        cells = self._cells.setdefault(peer, {})
+        if cell not in cells and len(cells) >= LEDGER_CELLS_PER_PEER:
+            cell = _OVERFLOW  # a peer that names ever new blocks
+        cells[cell] = cells.get(cell, Count()) + count
+        self._peer_bytes[peer] = self._peer_bytes.get(peer, 0) + count.bytes_total
+
+    def _fold(self) -> None:
+        named = sorted((size, peer) for peer, size in self._peer_bytes.items() if peer != OTHERS)
+        for _, peer in named[: len(named) - self._max_peers]:
+            del self._peer_bytes[peer]
+            for cell, count in self._cells.pop(peer).items():
+                self._add(OTHERS, cell, count)
+
+    # --- reading ----------------------------------------------------------------------------------
+
+    def total(self) -> Count:
+        return sum((c for cells in self._cells.values() for c in cells.values()), Count())
+
+    def by_purpose(self) -> dict[Purpose, Count]:
+        result: dict[Purpose, Count] = {}
+        for cells in self._cells.values():
+            for (purpose, _), count in cells.items():
+                result[purpose] = result.get(purpose, Count()) + count
+        return result
+
+    def by_block(self) -> dict[int, Count]:
+        result: dict[int, Count] = {}
+        for cells in self._cells.values():
+            for (_, block), count in cells.items():
+                result[block] = result.get(block, Count()) + count
+        return result
+
+    def by_peer(self) -> dict[str, Count]:
+        return {peer: sum(cells.values(), Count()) for peer, cells in self._cells.items()}
+
+    def of_peer(self, peer: str) -> Mapping[Cell, Count]:
+        return dict(self._cells.get(peer, {}))
+
+    def estimates(self) -> dict[str, Count]:
+        """Estimated, not counted: never add these to a claim about measured bytes."""
+        return dict(self._estimates)
+
+    # --- surviving a restart --------------------------------------------------------------------
+
+    def to_bytes(self) -> bytes:
+        rows = [
+            [peer, purpose.name.lower(), block, *count.as_list()]
+            for peer, cells in sorted(self._cells.items())
+            for (purpose, block), count in sorted(cells.items())
+        ]
+        estimates = {name: count.as_list() for name, count in sorted(self._estimates.items())}
+        state = {"format": _FORMAT, "counted": rows, "estimated": estimates}
+        return json.dumps(state, separators=(",", ":")).encode()
+
+    @classmethod
+    def from_bytes(cls, data: bytes, max_peers: int = LEDGER_PEERS) -> Ledger:
+        ledger = cls(max_peers)
+        try:
+            state = json.loads(data)
+            if state["format"] != _FORMAT:
+                raise ValueError(f"format {state['format']}")
+            for peer, purpose, block, *numbers in state["counted"]:
+                cell = (Purpose[str(purpose).upper()], int(block))
+                ledger._add(str(peer), cell, _count(numbers))
+            for name, numbers in state["estimated"].items():
+                ledger._estimates[str(name)] = _count(numbers)
+        except (ValueError, KeyError, TypeError, AttributeError, RecursionError) as error:
+            raise LedgerDamaged(f"the ledger cannot be read: {error}", "move it away") from error
+        ledger._fold()
+        return ledger
+
+    def save(self, path: Path) -> None:
+        """Replace the file atomically: a crash leaves the old one or the new one."""
+        temporary = path.with_name(path.name + ".tmp")
+        with open(temporary, "wb") as file:
+            file.write(self.to_bytes())
+            file.flush()
+            os.fsync(file.fileno())
+        os.replace(temporary, path)
+
+    @classmethod
+    def load(cls, path: Path, max_peers: int = LEDGER_PEERS) -> Ledger:
+        """The ledger in `path`, or an empty one if there is none."""
+        try:
+            with open(path, "rb") as file:
+                data = file.read(_STATE_MAX_BYTES + 1)
+        except FileNotFoundError:
+            return cls(max_peers)
+        if len(data) > _STATE_MAX_BYTES:
+            raise LedgerDamaged(f"{path} is too large for a ledger", "move it away")
+        return cls.from_bytes(data, max_peers)
+
+
+def _count(numbers: Any) -> Count:
+    if len(numbers) != 4 or any(type(n) is not int or n < 0 for n in numbers):
+        raise ValueError("counts must be four whole numbers")
+    return Count(*numbers)
+
+
+# --- the documented overhead --------------------------------------------------------------------
+
+
+@dataclass(frozen=True)
+class LinkModel:
+    """What libp2p (Noise, Yamux) and TCP/IP add to bytes of frames. An estimate.
+
+    Noise seals at most 65519 bytes of plaintext into 2 bytes of length and 16 of tag; Yamux puts
+    12 bytes before each piece; a TCP segment has 14 + 20 + 32 bytes of Ethernet, IPv4 and TCP
+    with timestamps, and about every second one is acknowledged. Set `segment_bytes` to what the
+    interface really counts: with segmentation offload that is up to 64 KiB, not 1448.
+    """
+
+    yamux_piece_bytes: int = 16384
+    noise_piece_bytes: int = 65519
+    segment_bytes: int = 1448
+    packet_header_bytes: int = 66
+
+    def on_the_wire_bytes(self, frame_bytes: int) -> int:
+        """Bytes on the interface in the direction of the frames."""
+        inner = frame_bytes + 12 * math.ceil(frame_bytes / self.yamux_piece_bytes)
+        sealed = inner + 18 * math.ceil(inner / self.noise_piece_bytes)
+        return sealed + self.packet_header_bytes * math.ceil(sealed / self.segment_bytes)
+
+    def acknowledgement_bytes(self, frame_bytes: int) -> int:
+        """Bytes on the interface in the other direction."""
+        segments = math.ceil(self.on_the_wire_bytes(frame_bytes) / self.segment_bytes)
+        return self.packet_header_bytes * math.ceil(segments / 2)
+
+    def with_segments(self, segment_bytes: int) -> LinkModel:
+        return replace(self, segment_bytes=segment_bytes)

@@ -1,0 +1,142 @@
+"""Every limit that a stranger's bytes meet, in one place, each with its reason.
+
+Knows the kinds of frames (a limit belongs to a kind) and nothing of how they are read. A number
+here is part of the protocol: `SPEC.md` repeats it, and a change that makes a peer refuse what it
+accepted before is a new minor version at least.
+"""
+
+from __future__ import annotations
+
+from dataclasses import dataclass
+from enum import IntEnum
+
+KIB = 1024
+MIB = 1024 * KIB
+
+# --- digests and keys -------------------------------------------------------------------------
+
+DIGEST_BYTES = 32  # BLAKE3-256: names content, so it must resist collisions, not only accidents
+SIGNATURE_BYTES = 64  # Ed25519
+PEER_ID_BYTES = 38  # identity multihash around a 36-byte libp2p public key
+DHT_KEY_BYTES = 20  # hivemind's DHTID is SHA-1
+
+# --- records in the DHT -----------------------------------------------------------------------
+
+# A record travels in every lookup of its block, times the replicas, times the lookups per round.
+RECORD_MAX_BYTES = 512
+# A peer that vanished without a word is forgotten after this; a live one renews every round.
+RECORD_LIFE_MAX_S = 900.0
+# hivemind refuses a bootstrap peer that is more than 3 s off; ours is wider, so that a reader
+# whose clock drifted does not lose every peer at once.
+CLOCK_SKEW_S = 10.0
+# 4 keys per block: a lookup of all of them is one parallel call, and no single storing node
+# decides alone who is visible.
+BUCKETS_PER_BLOCK = 4
+# 128 x (512 + about 60) bytes = 73 KB per reply, far below p2pd's 4 MiB for a unary answer.
+RECORDS_PER_KEY = 128
+# What a storing node keeps in all: 1024 x 73 KB = 75 MB at the very worst.
+KEYS_PER_NODE = 1024
+# What a reader looks at in one lookup (parsing: about 20 us each), and how many signatures it is
+# ready to check for it (about 110 us each: 55 ms).
+RECORDS_CONSIDERED = 2048
+SIGNATURES_PER_LOOKUP = 512
+ADDRESSES_PER_RECORD = 4
+ADDRESS_MAX_BYTES = 160  # a relayed IPv6 address with the relay's peer id is about 130
+# Peers that were seen for so many rounds are preferred; identities are free, patience is not.
+SEEN_ROUNDS = 3
+
+# --- numbers inside messages ------------------------------------------------------------------
+
+BLOCK_NONE = 0xFFFF  # "no block in particular": seeds, assemblers, whole-run requests
+BLOCK_MAX = 4095
+ROUND_MAX = 2**40
+SEQUENCE_MAX = 2**53 - 1  # exact in a float64, for implementations whose numbers are floats
+SIZE_MAX_BYTES = 2**40  # no content of this protocol is a terabyte
+TIME_MAX_S = 1e11  # the year 5138: rejects milliseconds and nonsense
+TEXT_MAX_BYTES = 256  # a reason for a person: one line, never a page
+MAP_MAX_FIELDS = 48  # known fields are under 16; the rest is room for newer minor versions
+
+# --- lists inside messages --------------------------------------------------------------------
+
+DIGESTS_PER_VOTE = 64  # a group is 16 replicas; 4 times that for late and rejected ones
+VOTE_BLOB_MAX_BYTES = 384 + DIGESTS_PER_VOTE * (DIGEST_BYTES + 2)  # signature, map, digests
+VOTES_PER_REPLY = 64
+ROW_MAX_COLUMNS = 16  # of a list in a payload; known rows have at most 4
+RECORDS_PER_REPLY = 512
+LOG_ENTRIES_PER_REPLY = 1024
+SHARDS_PER_SNAPSHOT = 8192  # x 8 MiB = 64 GiB, more than one block can be
+SHARD_BYTES = 8 * MIB  # small enough to retry, large enough that the header does not matter
+BLOCKS_PER_HELLO = 64
+
+# --- frames -----------------------------------------------------------------------------------
+
+HEADER_MAX_BYTES = 8 * KIB
+CHUNK_BYTES = 256 * KIB  # p2pd was fastest at this; it also bounds memory per transfer
+EXCHANGES_PER_STREAM = 64
+
+# --- time and concurrency (defaults; a call may be stricter) ------------------------------------
+
+STALL_S = 10.0  # no byte for so long and the peer counts as gone
+CONTROL_DEADLINE_S = 15.0  # a whole exchange without a bulk payload
+BULK_DEADLINE_S = 600.0  # the ceiling for a bulk transfer; rounds set a shorter one
+CONCURRENT_TRANSFERS = 8  # beyond that: `busy`. 8 x 256 KiB chunks both ways stays small
+STREAMS_PER_PEER = 4  # one peer must not take all of the places
+BUSY_RETRY_MAX_S = 120.0  # a peer cannot park us longer than this by saying `busy`
+
+# --- ledger -------------------------------------------------------------------------------------
+
+LEDGER_PEERS = 256  # named peers; the smallest of the others are folded into one entry
+LEDGER_CELLS_PER_PEER = 256  # (purpose, block) pairs of one peer
+
+
+class Kind(IntEnum):
+    """What a frame is. 64 to 95 are reserved for serving; 128 and above for experiments."""
+
+    HELLO = 1
+    HELLO_REPLY = 2
+    RUN_REQUEST = 3
+    RUN_REPLY = 4
+    PEERS_REQUEST = 5
+    PEERS_REPLY = 6
+    UPDATE_REQUEST = 7
+    UPDATE_REPLY = 8
+    VOTE_REQUEST = 9
+    VOTE_REPLY = 10
+    INDEX_REQUEST = 11
+    INDEX_REPLY = 12
+    SHARD_REQUEST = 13
+    SHARD_REPLY = 14
+    AGGREGATE_REQUEST = 15
+    AGGREGATE_REPLY = 16
+    LOG_REQUEST = 17
+    LOG_REPLY = 18
+    PING = 19
+    PONG = 20
+    BUSY = 126
+    ERROR = 127
+
+
+# Kinds without an entry carry no payload at all.
+PAYLOAD_MAX_BYTES: dict[Kind, int] = {
+    Kind.RUN_REPLY: 64 * KIB,
+    Kind.PEERS_REPLY: 512 * KIB,
+    Kind.UPDATE_REPLY: 512 * MIB,
+    Kind.VOTE_REPLY: 256 * KIB,
+    Kind.INDEX_REPLY: SHARDS_PER_SNAPSHOT * DIGEST_BYTES,
+    Kind.SHARD_REPLY: SHARD_BYTES,
+    Kind.AGGREGATE_REPLY: 512 * MIB,
+    Kind.LOG_REPLY: 256 * KIB,
+}
+
+
+@dataclass(frozen=True)
+class KindLimit:
+    """What one kind of frame may be at most."""
+
+    header_bytes: int
+    payload_bytes: int
+
+
+KIND_LIMITS: dict[int, KindLimit] = {
+    kind: KindLimit(HEADER_MAX_BYTES, PAYLOAD_MAX_BYTES.get(kind, 0)) for kind in Kind
+}

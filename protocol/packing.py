@@ -1,0 +1,228 @@
+"""Bounded msgpack maps and the schema checks that records and message headers share.
+
+Decides what counts as well-formed: one map, text keys, no duplicates, no extension types, no
+trailing bytes, every known field of its type and within its limit. Unknown fields are ignored:
+that is how a newer minor version is understood. Knows nothing of what the fields mean.
+"""
+
+from __future__ import annotations
+
+import dataclasses
+import math
+from collections.abc import Callable, Iterable
+from typing import Any, TypeVar, cast
+
+import msgpack  # type: ignore[import-untyped]
+
+from protocol.errors import WireError
+from protocol.limits import BLOCK_MAX, BLOCK_NONE, DIGEST_BYTES, MAP_MAX_FIELDS, ROW_MAX_COLUMNS
+
+T = TypeVar("T")
+Check = Callable[[object], object]
+
+
+class Malformed(WireError):
+    """Bytes that are not what the spec says, or a field outside its limits."""
+
+
+def pack(value: object) -> bytes:
+    return cast(bytes, msgpack.packb(value, use_bin_type=True))
+
+
+def unpack(data: bytes | bytearray | memoryview, max_bytes: int) -> object:
+    """One msgpack value. Memory is bounded by `max_bytes`: no length inside may exceed it."""
+    if len(data) > max_bytes:
+        raise Malformed(f"{len(data)} bytes of msgpack, the limit is {max_bytes}")
+    try:
+        return msgpack.unpackb(
+            data,
+            raw=False,
+            strict_map_key=True,
+            object_pairs_hook=_dict_without_duplicates,
+            ext_hook=_refuse_extension,
+            max_map_len=MAP_MAX_FIELDS,
+            max_ext_len=0,
+        )
+    except (ValueError, TypeError, OverflowError, RecursionError, msgpack.UnpackException) as error:
+        raise Malformed(f"not msgpack as the protocol allows it: {type(error).__name__}") from error
+
+
+def unpack_map(data: bytes | bytearray | memoryview, max_bytes: int) -> dict[str, object]:
+    value = unpack(data, max_bytes)
+    if not isinstance(value, dict):
+        raise Malformed("expected a msgpack map")
+    return cast(dict[str, object], value)
+
+
+def unpack_rows(
+    data: bytes | bytearray | memoryview, max_bytes: int, max_rows: int, *columns: Check
+) -> list[list[Any]]:
+    """A msgpack list of rows of scalars. A longer row is a newer minor version's.
+
+    Read piece by piece: 500 KB of empty lists would become 30 MB of Python objects otherwise.
+    """
+    if len(data) > max_bytes:
+        raise Malformed(f"{len(data)} bytes of msgpack, the limit is {max_bytes}")
+    data = bytes(data)
+    unpacker = msgpack.Unpacker(raw=False, ext_hook=_refuse_extension, max_buffer_size=max_bytes)
+    unpacker.feed(data)
+    rows: list[list[Any]] = []
+    try:
+        row_count = unpacker.read_array_header()
+        if row_count > max_rows:
+            raise Malformed(f"a list of {row_count}, the limit is {max_rows}")
+        for _ in range(row_count):
+            width = unpacker.read_array_header()
+            if not len(columns) <= width <= ROW_MAX_COLUMNS:
+                raise Malformed(f"a row of {width}, expected {len(columns)}")
+            rows.append([check(_scalar(unpacker, data)) for check in columns])
+            for _ in range(width - len(columns)):
+                unpacker.skip()
+    except (ValueError, TypeError, OverflowError, RecursionError, msgpack.UnpackException) as error:
+        raise Malformed(f"not a list of rows: {type(error).__name__}") from error
+    if unpacker.tell() != len(data):
+        raise Malformed("bytes after the end of a list")
+    return rows
+
+
+def _scalar(unpacker: msgpack.Unpacker, data: bytes) -> object:
+    mark = data[unpacker.tell() : unpacker.tell() + 1]
+    if mark and (0x80 <= mark[0] <= 0x9F or 0xDC <= mark[0] <= 0xDF):
+        raise Malformed("a list or map where a single value should be")
+    return unpacker.unpack()
+
+
+def _dict_without_duplicates(pairs: Iterable[tuple[object, object]]) -> dict[str, object]:
+    # Of two equal keys one language keeps the first and another the last: a signature would
+    # cover two meanings.
+    result: dict[str, object] = {}
+    for key, value in pairs:
+        if not isinstance(key, str) or key in result:
+            raise ValueError("map keys must be distinct text")
+        result[key] = value
+    return result
+
+
+def _refuse_extension(code: int, data: bytes) -> object:
+    # hivemind decodes extension types of stored values into its own objects.
+    raise ValueError(f"extension type {code}")
+
+
+# --- checks of single values --------------------------------------------------------------------
+
+
+def uint(maximum: int, minimum: int = 0) -> Check:
+    def check(value: object) -> int:
+        # bool is an int in Python and not in msgpack.
+        if not isinstance(value, int) or isinstance(value, bool):
+            raise Malformed("expected an integer")
+        if not minimum <= value <= maximum:
+            raise Malformed(f"{value} is not in {minimum}..{maximum}")
+        return int(value)
+
+    return check
+
+
+def block_id(value: object) -> object:
+    """A block's number: 0 to BLOCK_MAX, or BLOCK_NONE."""
+    return value if value == BLOCK_NONE and type(value) is int else uint(BLOCK_MAX)(value)
+
+
+def number(minimum: float, maximum: float) -> Check:
+    def check(value: object) -> float:
+        if not isinstance(value, int | float) or isinstance(value, bool):
+            raise Malformed("expected a number")
+        # The order matters: NaN compares false with everything, a huge int has no float.
+        if not minimum <= value <= maximum or not math.isfinite(value):
+            raise Malformed(f"number is not in {minimum}..{maximum}")
+        return float(value)
+
+    return check
+
+
+def blob(minimum_bytes: int, maximum_bytes: int) -> Check:
+    def check(value: object) -> bytes:
+        if not isinstance(value, bytes):
+            raise Malformed("expected bytes")
+        if not minimum_bytes <= len(value) <= maximum_bytes:
+            raise Malformed(f"{len(value)} bytes, not {minimum_bytes}..{maximum_bytes}")
+        return value
+
+    return check
+
+
+def digest() -> Check:
+    return blob(DIGEST_BYTES, DIGEST_BYTES)
+
+
+def digest_or_empty() -> Check:
+    exact = digest()
+
+    def check(value: object) -> object:
+        return value if value == b"" and isinstance(value, bytes) else exact(value)
+
+    return check
+
+
+def text(maximum_bytes: int) -> Check:
+    def check(value: object) -> str:
+        if not isinstance(value, str):
+            raise Malformed("expected text")
+        if len(value) > maximum_bytes or len(value.encode()) > maximum_bytes:
+            raise Malformed(f"text of more than {maximum_bytes} bytes")
+        # A stranger's text reaches terminals and logs: no control or escape characters.
+        if not value.isprintable():
+            raise Malformed("text with characters that cannot be printed")
+        return value
+
+    return check
+
+
+def list_of(item: Check, maximum: int) -> Check:
+    def check(value: object) -> tuple[object, ...]:
+        if not isinstance(value, list | tuple):
+            raise Malformed("expected a list")
+        if len(value) > maximum:
+            raise Malformed(f"a list of {len(value)}, the limit is {maximum}")
+        return tuple(item(element) for element in value)
+
+    return check
+
+
+# --- dataclasses as maps ------------------------------------------------------------------------
+
+
+def wire(name: str, check: Check, default: object = dataclasses.MISSING) -> Any:
+    """A dataclass field that travels as `name`; one with a default may be absent."""
+    metadata = {"name": name, "check": check}
+    return dataclasses.field(default=default, metadata=metadata)
+
+
+def to_map(value: Any) -> dict[str, object]:
+    """The map of a dataclass. Defaults are left out: one value has exactly one encoding."""
+    result: dict[str, object] = {}
+    for field in dataclasses.fields(value):
+        item = getattr(value, field.name)
+        checked = _checked(field, item)
+        if item != field.default:
+            result[field.metadata["name"]] = list(checked) if type(checked) is tuple else checked
+    return result
+
+
+def from_map(cls: type[T], fields: dict[str, object]) -> T:
+    """The dataclass of a map that a stranger sent. Raises `Malformed`; ignores unknown names."""
+    arguments: dict[str, Any] = {}
+    for field in dataclasses.fields(cast(Any, cls)):
+        name = field.metadata["name"]
+        if name in fields:
+            arguments[field.name] = _checked(field, fields[name])
+        elif field.default is dataclasses.MISSING:
+            raise Malformed(f"{cls.__name__}: field `{name}` ({field.name}) is missing")
+    return cls(**arguments)
+
+
+def _checked(field: dataclasses.Field[Any], value: object) -> Any:
+    try:
+        return field.metadata["check"](value)
+    except Malformed as error:
+        raise Malformed(f"field `{field.metadata['name']}` ({field.name}): {error}") from None

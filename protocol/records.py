@@ -1,0 +1,279 @@
+"""Signed records in the DHT: what a peer says about itself, and who may say it.
+
+Decides the record's form, its keys, who may write it (its subkey's owner) and how long it lives.
+Knows nothing of hivemind: an adapter in `node/` passes (key, subkey, value, expiration) through
+`verify`. Which of many valid records are kept and believed is `admission.py`'s business.
+"""
+
+from __future__ import annotations
+
+import hashlib
+import ipaddress
+import math
+import re
+import struct
+from dataclasses import dataclass
+from enum import IntFlag
+
+from protocol import identity as identities
+from protocol.errors import WireError
+from protocol.frames import check_version, content_digest
+from protocol.identity import Identity
+from protocol.limits import (
+    ADDRESS_MAX_BYTES,
+    ADDRESSES_PER_RECORD,
+    BUCKETS_PER_BLOCK,
+    CLOCK_SKEW_S,
+    DHT_KEY_BYTES,
+    DIGEST_BYTES,
+    PEER_ID_BYTES,
+    RECORD_LIFE_MAX_S,
+    RECORD_MAX_BYTES,
+    ROUND_MAX,
+    SEQUENCE_MAX,
+    SIGNATURE_BYTES,
+    SIZE_MAX_BYTES,
+)
+from protocol.packing import (
+    Malformed,
+    block_id,
+    digest,
+    digest_or_empty,
+    from_map,
+    list_of,
+    pack,
+    to_map,
+    uint,
+    unpack_map,
+    wire,
+)
+from protocol.version import PROTOCOL_MAJOR, PROTOCOL_MINOR
+
+# hivemind's reserved subkeys: msgpack nil marks a plain value, nothing at all a dictionary.
+_RESERVED_SUBKEYS = (b"\xc0", b"")
+_SUBKEY_PREFIX = bytes([0xC4, PEER_ID_BYTES])  # msgpack: bin 8
+_SIGNED_PREFIX = b"blockswarm record\0"  # a signature on anything else is never a record
+
+
+class RecordError(WireError):
+    """A record that no honest peer would have stored."""
+
+
+class PlainValue(RecordError):
+    """A value without a subkey: it would wipe the whole dictionary."""
+
+
+class ForeignSubkey(RecordError):
+    """The subkey is not an Ed25519 peer id."""
+
+
+class RecordOversize(RecordError):
+    """More bytes than a record may have."""
+
+
+class RecordExpired(RecordError):
+    """Its time is over."""
+
+
+class LifeTooLong(RecordError):
+    """It would live longer than the protocol allows."""
+
+
+class WrongKey(RecordError):
+    """It is stored under a key that is not made of its run, block and owner."""
+
+
+class BadSignature(RecordError):
+    """The owner of the subkey did not sign this value, key and expiration."""
+
+
+class Role(IntFlag):
+    """What a peer does; several at once are normal. Unknown bits of newer versions are kept."""
+
+    REPLICA = 1
+    SEED = 2
+    ASSEMBLER = 4
+    SERVER = 8
+
+
+HOST_PATTERN = re.compile(
+    r"/(ip4|ip6|dns|dns4|dns6)/([^/]+)/(tcp|udp)/([0-9]{1,5})(/[!-~]*)?", re.ASCII
+)
+
+
+def _address(value: object) -> str:
+    """A multiaddress that can be dialled: a host, a port, then anything printable."""
+    if not isinstance(value, str) or len(value) > ADDRESS_MAX_BYTES:
+        raise Malformed("not a multiaddress")
+    if not value.isascii() or not value.isprintable():  # it will stand on a terminal
+        raise Malformed("not a multiaddress")
+    match = HOST_PATTERN.fullmatch(value)
+    if match is None or not 0 < int(match[4]) < 65536:
+        raise Malformed("not a multiaddress with a host and a port")
+    if match[1] in ("ip4", "ip6"):
+        try:
+            host = ipaddress.ip_address(match[2])
+        except ValueError:
+            raise Malformed("not an IP address") from None
+        if host.version != int(match[1][2]) or host.is_unspecified or host.is_multicast:
+            raise Malformed("an address that nobody can dial")
+    elif not re.fullmatch(r"[A-Za-z0-9.-]+", match[2]):
+        raise Malformed("not a host name")
+    return value
+
+
+@dataclass(frozen=True, kw_only=True)
+class Record:
+    """What a peer says about itself. Names on the wire are one letter: 512 bytes are few."""
+
+    run: bytes = wire("r", digest())
+    role: int = wire("t", uint(0xFFFF))
+    block: int = wire("b", block_id)
+    round: int = wire("n", uint(ROUND_MAX))
+    sequence: int = wire("s", uint(SEQUENCE_MAX))
+    consensus: bytes = wire("c", digest_or_empty(), b"")
+    update: bytes = wire("u", digest_or_empty(), b"")
+    update_bytes: int = wire("z", uint(SIZE_MAX_BYTES), 0)
+    addresses: tuple[str, ...] = wire("a", list_of(_address, ADDRESSES_PER_RECORD), ())
+    major: int = wire("v", uint(255), PROTOCOL_MAJOR)
+    minor: int = wire("w", uint(255), PROTOCOL_MINOR)
+
+
+@dataclass(frozen=True)
+class SignedRecord:
+    """A record with what was signed. `verify` and `seal` are its only honest sources."""
+
+    key: bytes
+    subkey: bytes
+    value: bytes
+    expiration_s: float
+    peer_id: bytes
+    record: Record
+
+    @property
+    def freshness(self) -> tuple[int, float]:
+        """Of two records of one peer the larger one is newer, however it got here."""
+        return self.record.sequence, self.expiration_s
+
+
+# --- keys ---------------------------------------------------------------------------------------
+
+
+def bucket_of(peer_id: bytes) -> int:
+    return content_digest(peer_id)[0] % BUCKETS_PER_BLOCK
+
+
+def key_name(run: bytes, block: int, bucket: int) -> bytes:
+    """What is given to hivemind as the key; it stores under the SHA-1 of it."""
+    if len(run) != DIGEST_BYTES or not 0 <= bucket < BUCKETS_PER_BLOCK:
+        raise ValueError("a run id is a digest, a bucket is 0 to 3")
+    return b"blockswarm/%d\0" % PROTOCOL_MAJOR + run + struct.pack(">HB", block, bucket)
+
+
+def key_names(run: bytes, block: int) -> list[bytes]:
+    """All keys of one block: what a reader looks up in one call."""
+    return [key_name(run, block, bucket) for bucket in range(BUCKETS_PER_BLOCK)]
+
+
+def dht_key(name: bytes) -> bytes:
+    return hashlib.sha1(name, usedforsecurity=False).digest()
+
+
+def subkey_of(peer_id: bytes) -> bytes:
+    """The subkey as it is on the wire: msgpack of the peer id."""
+    return _SUBKEY_PREFIX + peer_id
+
+
+def peer_of_subkey(subkey: bytes) -> bytes:
+    if subkey in _RESERVED_SUBKEYS:
+        raise PlainValue("a plain value where only peers' own subkeys may be")
+    peer_id = subkey[len(_SUBKEY_PREFIX) :]
+    try:
+        if not subkey.startswith(_SUBKEY_PREFIX):
+            raise Malformed("not bytes")
+        identities.public_key_of(peer_id)
+    except Malformed:
+        raise ForeignSubkey("the subkey is not an Ed25519 peer id") from None
+    return peer_id
+
+
+# --- signing and verifying ----------------------------------------------------------------------
+
+
+def signed_bytes(key: bytes, subkey: bytes, body: bytes, expiration_s: float) -> bytes:
+    """What the signature covers. Key and subkey have fixed lengths, so nothing can shift."""
+    return _SIGNED_PREFIX + key + subkey + struct.pack(">d", expiration_s) + body
+
+
+def record_map(record: Record) -> dict[str, object]:
+    """The value to hand to hivemind's `store`: packing it gives the body that we sign."""
+    return {**to_map(record), "v": record.major, "w": record.minor}
+
+
+def sign_body(
+    identity: Identity, key: bytes, subkey: bytes, body: bytes, expiration_s: float
+) -> bytes:
+    """Body with its signature: what a validator's `sign_value` returns."""
+    return body + identity.sign(signed_bytes(key, subkey, body, expiration_s))
+
+
+def body_of(value: bytes) -> bytes:
+    """A verified value without its signature: what a validator's `strip_value` returns."""
+    return value[:-SIGNATURE_BYTES]
+
+
+def seal(identity: Identity, record: Record, expiration_s: float) -> SignedRecord:
+    """Sign a record of one's own. Raises `RecordOversize` if the addresses are too many."""
+    key = dht_key(key_name(record.run, record.block, bucket_of(identity.peer_id)))
+    subkey = subkey_of(identity.peer_id)
+    value = sign_body(identity, key, subkey, pack(record_map(record)), expiration_s)
+    if len(value) > RECORD_MAX_BYTES:
+        raise RecordOversize(f"a record of {len(value)} bytes", "announce fewer addresses")
+    return SignedRecord(key, subkey, value, expiration_s, identity.peer_id, record)
+
+
+def verify(
+    key: bytes, subkey: bytes, value: bytes, expiration_s: float, now_s: float
+) -> SignedRecord:
+    """The record, if its owner signed exactly this; otherwise a typed `WireError`."""
+    signed = parse_claim(key, subkey, value, expiration_s, now_s)
+    check_signature(signed)
+    return signed
+
+
+def parse_claim(
+    key: bytes, subkey: bytes, value: bytes, expiration_s: float, now_s: float
+) -> SignedRecord:
+    """Everything but the signature, cheapest checks first. For `admission.read_entries`.
+
+    Types are checked too: hivemind passes on whatever another node's msgpack held.
+    """
+    if not all(isinstance(part, bytes) for part in (key, subkey, value)):
+        raise Malformed("key, subkey and value must be bytes")
+    if not isinstance(expiration_s, float) or not math.isfinite(expiration_s):
+        raise LifeTooLong("an expiration that is no time")
+    peer_id = peer_of_subkey(subkey)
+    if len(value) > RECORD_MAX_BYTES:
+        raise RecordOversize(f"a record of {len(value)} bytes, the limit is {RECORD_MAX_BYTES}")
+    if expiration_s > now_s + RECORD_LIFE_MAX_S + CLOCK_SKEW_S:
+        raise LifeTooLong(f"a record may live {RECORD_LIFE_MAX_S:g} s")
+    if expiration_s <= now_s - CLOCK_SKEW_S:
+        raise RecordExpired("the record has expired")
+    if len(value) <= SIGNATURE_BYTES:
+        raise Malformed("too short for a signed record")
+    fields = unpack_map(body_of(value), RECORD_MAX_BYTES)
+    major, minor = uint(255)(fields.get("v")), uint(255)(fields.get("w"))
+    assert isinstance(major, int)
+    assert isinstance(minor, int)
+    check_version(major, minor)  # before the schema: another major version has another one
+    record = from_map(Record, fields)
+    expected = dht_key(key_name(record.run, record.block, bucket_of(peer_id)))
+    if len(key) != DHT_KEY_BYTES or key != expected:
+        raise WrongKey("the record belongs under another key")
+    return SignedRecord(bytes(key), bytes(subkey), bytes(value), expiration_s, peer_id, record)
+
+
+def check_signature(signed: SignedRecord) -> None:
+    message = signed_bytes(signed.key, signed.subkey, body_of(signed.value), signed.expiration_s)
+    if not identities.verify(signed.peer_id, signed.value[-SIGNATURE_BYTES:], message):
+        raise BadSignature("the subkey's owner did not sign this record")

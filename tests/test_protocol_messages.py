@@ -1,0 +1,170 @@
+"""Messages: each one round-trips, each field has its limits, newer versions are understood."""
+
+from __future__ import annotations
+
+import dataclasses
+from typing import Any
+
+import pytest
+
+from protocol import frames, messages, packing
+from protocol.frames import Head
+from protocol.limits import (
+    BUSY_RETRY_MAX_S,
+    HEADER_MAX_BYTES,
+    KIND_LIMITS,
+    PAYLOAD_MAX_BYTES,
+    Kind,
+)
+from protocol.messages import (
+    AggregateReply,
+    AggregateRequest,
+    BusyReply,
+    ErrorCode,
+    ErrorReply,
+    Hello,
+    HelloReply,
+    IndexReply,
+    IndexRequest,
+    LogReply,
+    LogRequest,
+    Message,
+    PeersReply,
+    PeersRequest,
+    Ping,
+    Pong,
+    Purpose,
+    RunReply,
+    RunRequest,
+    ShardReply,
+    ShardRequest,
+    UpdateReply,
+    UpdateRequest,
+    VoteReply,
+    VoteRequest,
+    decode,
+    error_reply,
+    expect,
+)
+from protocol.packing import Malformed, pack
+
+RUN, DIGEST = b"r" * 32, b"d" * 32
+
+EXAMPLES: list[Message] = [
+    Hello(),
+    Hello(run=RUN, agent="blockswarm 0.1.0"),
+    HelloReply(run=RUN, role=3, round=7, now_s=1.8e9, blocks=(0, 2), agent="x"),
+    RunRequest(run=RUN),
+    RunReply(run=RUN),
+    PeersRequest(run=RUN, block=65535),
+    PeersRequest(run=RUN, block=1, cap=10),
+    PeersReply(count=3),
+    UpdateRequest(run=RUN, block=1, round=9, digest=DIGEST),
+    UpdateRequest(run=RUN, block=1, round=9, digest=DIGEST, purpose=int(Purpose.REPAIR)),
+    UpdateReply(block=1, round=9),
+    VoteRequest(run=RUN, block=1, round=9, vote=b"v" * 200),
+    VoteReply(count=16),
+    IndexRequest(run=RUN, block=1, digest=DIGEST),
+    IndexReply(size_bytes=10**9, shards=120),
+    ShardRequest(run=RUN, block=1, digest=DIGEST, shard=119, purpose=int(Purpose.ASSEMBLY)),
+    ShardReply(shard=119),
+    AggregateRequest(run=RUN, block=1, round=9, digest=DIGEST),
+    AggregateReply(block=1, round=9),
+    LogRequest(run=RUN, block=1, since_round=5),
+    LogReply(block=1, head_round=9, consensus=DIGEST, snapshot_round=5, snapshot=DIGEST, count=4),
+    Ping(nonce=b"abc"),
+    Pong(nonce=b"abc", now_s=1.8e9, transfers=2),
+    BusyReply(retry_after_s=2.5),
+    ErrorReply(code=int(ErrorCode.NOT_FOUND), reason="not here"),
+]
+
+
+def head(kind: Kind, header: bytes) -> Head:
+    return Head(kind, 0, 0, header, 0)
+
+
+@pytest.mark.parametrize("message", EXAMPLES, ids=lambda m: type(m).__name__)
+def test_round_trip(message: Message) -> None:
+    header = message.to_header()
+    assert decode(head(message.KIND, header)) == message
+    assert len(header) <= HEADER_MAX_BYTES
+
+
+def test_every_kind_has_a_message_and_an_example() -> None:
+    assert {message.KIND for message in EXAMPLES} == set(Kind)
+    assert set(KIND_LIMITS) == set(Kind)
+    assert all(KIND_LIMITS[kind].payload_bytes == size for kind, size in PAYLOAD_MAX_BYTES.items())
+
+
+@pytest.mark.parametrize("message", EXAMPLES, ids=lambda m: type(m).__name__)
+def test_unknown_fields_are_ignored(message: Message) -> None:
+    fields = {**packing.to_map(message), "future": [1, 2, {"deep": None}]}
+    assert decode(head(message.KIND, pack(fields))) == message
+
+
+@pytest.mark.parametrize("message", EXAMPLES, ids=lambda m: type(m).__name__)
+def test_every_field_is_checked(message: Message) -> None:
+    whole = packing.to_map(message)
+    for field in dataclasses.fields(message):
+        name = field.metadata["name"]
+        bad: list[object] = [None, -1, 2**64 - 1, 1.5e308, float("nan"), True, {"a": 1}, [[]]]
+        for value in (*bad, "\x1b[31m", "x" * 5000, b"x" * 5000, [0] * 100):
+            with pytest.raises(Malformed):
+                decode(head(message.KIND, pack({**whole, name: value})))
+        if field.default is dataclasses.MISSING:
+            without = {key: value for key, value in whole.items() if key != name}
+            with pytest.raises(Malformed, match="missing"):
+                decode(head(message.KIND, pack(without)))
+
+
+def test_nothing_is_sent_that_would_be_refused() -> None:
+    with pytest.raises(Malformed):
+        UpdateRequest(run=b"short", block=1, round=1, digest=DIGEST).to_header()
+    with pytest.raises(Malformed):
+        BusyReply(retry_after_s=BUSY_RETRY_MAX_S + 1).to_header()
+
+
+@pytest.mark.parametrize("header", [b"", b"\x90", b"\xc0", b"\x80\x80", b"\xff" * 100])
+def test_headers_that_are_no_map(header: bytes) -> None:
+    with pytest.raises(Malformed):
+        decode(head(Kind.PING, header))
+
+
+def test_expect() -> None:
+    assert expect(Pong(now_s=1.0), Pong) == Pong(now_s=1.0)
+    with pytest.raises(frames.Busy) as busy:
+        expect(BusyReply(retry_after_s=3.0), Pong)
+    assert busy.value.retry_after_s == 3.0
+    with pytest.raises(frames.Refused, match="not here") as refused:
+        expect(ErrorReply(code=6, reason="not here"), Pong)
+    assert refused.value.code == ErrorCode.NOT_FOUND
+    with pytest.raises(Malformed, match="expected Pong"):
+        expect(Ping(), Pong)
+
+
+@pytest.mark.parametrize(
+    ("error", "code"),
+    [
+        (frames.VersionMismatch("x"), ErrorCode.VERSION),
+        (frames.UnknownKind(9), ErrorCode.UNKNOWN_KIND),
+        (frames.Oversize("x"), ErrorCode.OVERSIZE),
+        (frames.DigestMismatch("x"), ErrorCode.DIGEST),
+        (frames.Stalled("x"), ErrorCode.TOO_SLOW),
+        (Malformed("a\x00b\n" + "y" * 999), ErrorCode.MALFORMED),
+        (RuntimeError("a secret path"), ErrorCode.INTERNAL),
+    ],
+)
+def test_error_replies(error: Exception, code: ErrorCode) -> None:
+    reply = error_reply(error)
+    assert reply.code == code
+    assert "secret" not in reply.reason
+    assert decode(head(Kind.ERROR, reply.to_header())) == reply
+
+
+def test_unknown_error_codes_stay_numbers() -> None:
+    message: Any = decode(head(Kind.ERROR, pack({"code": 4000, "new": 1})))
+    assert message == ErrorReply(code=4000)
+
+
+def test_the_registry_is_closed() -> None:
+    assert len(Message.__subclasses__()) == len(messages._BY_KIND) == len(Kind)
