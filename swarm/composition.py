@@ -8,8 +8,10 @@ honest.
 
 from __future__ import annotations
 
+import math
 from collections.abc import Iterable, Sequence
 from dataclasses import dataclass, field, replace
+from typing import get_args
 
 import torch
 import torch.nn.functional as F
@@ -63,8 +65,12 @@ class ComposedModel:
         if all(block is None for block in self.blocks):
             raise UsageError("the model has no block at all")
         weights = self.weights or default_weights(self.run)
-        if len(weights) != len(self.blocks) or min(weights) < 0:
+        if len(weights) != len(self.blocks) or not all(0 <= w < math.inf for w in weights):
             raise UsageError(f"{len(self.blocks)} blocks need as many weights, none below 0")
+        if not 0 < self.temperature < math.inf:
+            raise UsageError(f"temperature is {self.temperature}; it must be above 0")
+        if self.composition not in get_args(Composition):
+            raise UsageError(f"unknown composition {self.composition!r}")
         present = [w if b is not None else 0.0 for w, b in zip(weights, self.blocks, strict=True)]
         if sum(present) == 0:  # all the weight was on missing blocks: the rest answer as equals
             present = [0.0 if b is None else 1.0 for b in self.blocks]
@@ -107,13 +113,18 @@ class ComposedModel:
     ) -> list[Tensor | None]:
         """Each block's own log-probabilities; None for a missing block.
 
-        The generator gives the noise that z starts from: needed for `edm` and for `embedding`.
+        The generator gives the noise that z starts from, for `edm` and for `embedding`; without
+        one it is the run's seed that does. A missing block leaves no gap in the noise: the one
+        before it steps down to the highest sigma of the next that is there.
         """
+        generator = generator or torch.Generator().manual_seed(self.run.seed)
         each: list[Tensor | None] = []
+        there = [index for index, block in enumerate(self.blocks) if block is not None]
+        following = dict(zip(there, [*there[1:], len(self.blocks)], strict=True))
         edges = sigma_edges(self.run.noise, self.run.model.blocks)
         chained = self.composition == "embedding"
         relay: Tensor | None = None
-        z = self._noise(x, edges[0], generator) if chained else None
+        z = self._noise(x, edges[there[0]], generator) if chained else None
         for index, block in enumerate(self.blocks):
             if block is None:
                 each.append(None)
@@ -132,10 +143,10 @@ class ComposedModel:
             each.append(log_prob)
             if z is not None:
                 denoised = log_prob.exp() @ self.targets
-                z = euler_embedding(z, denoised, edges[index], edges[index + 1])
+                z = euler_embedding(z, denoised, edges[index], edges[following[index]])
         return each
 
-    def _noise(self, x: Tensor, sigma: float, generator: torch.Generator | None) -> Tensor:
+    def _noise(self, x: Tensor, sigma: float, generator: torch.Generator) -> Tensor:
         """z before anything is known: noise of the size that the block was trained with."""
         shape = (*x.shape, self.run.model.width)
         return sigma * torch.randn(shape, generator=generator).to(x.device)
@@ -154,23 +165,31 @@ def fit_composition(
     """Fit one weight a block and a temperature on held-out bytes, by minimising the composed CE.
 
     The held-out bytes must be neither trained on nor reported on. log_softmax(sum_b a_b lp_b) is
-    convex in a, so that the start does not matter; a = weights / temperature.
+    convex in a, so that the start does not matter; a = weights / temperature. The optimizer moves
+    log a: a itself, clamped at 0, would have no gradient to come back with.
     """
     each = [lp for lp in model.block_log_probs(inputs) if lp is not None]
     stacked = torch.stack(each).flatten(1, 2)
     y = targets.flatten()
-    raw = torch.full((len(each),), 1.0 / len(each), device=stacked.device, requires_grad=True)
-    optimizer = torch.optim.LBFGS([raw], max_iter=steps, line_search_fn="strong_wolfe")
+    log_a = torch.full((len(each),), -math.log(len(each)), device=stacked.device)
+    log_a.requires_grad_()
+    optimizer = torch.optim.LBFGS([log_a], max_iter=steps, line_search_fn="strong_wolfe")
+
+    def ce(a: Tensor) -> Tensor:
+        return F.cross_entropy(torch.einsum("b,bnv->nv", a, stacked), y)
 
     def closure() -> Tensor:
         optimizer.zero_grad()
-        logits = torch.einsum("b,bnv->nv", raw.clamp_min(0.0), stacked)
-        loss = F.cross_entropy(logits, y)
+        loss = ce(log_a.clamp_min(-20.0).exp())
         loss.backward()  # type: ignore[no-untyped-call]  # torch leaves it unannotated
         return loss
 
     optimizer.step(closure)  # type: ignore[no-untyped-call]
-    fitted = raw.detach().clamp_min(0.0)
+    fitted = log_a.detach().clamp_min(-20.0).exp()
+    present = [w for w, b in zip(model.weights, model.blocks, strict=True) if b is not None]
+    given = torch.tensor(present, device=stacked.device) / sum(present) / model.temperature
+    if not ce(fitted) < ce(given):  # a fit that was cut off must not cost anything
+        return model
     total = float(fitted.sum())
     shares = iter((fitted / total).tolist())
     weights = tuple(0.0 if b is None else next(shares) for b in model.blocks)

@@ -56,6 +56,8 @@ def honest_ce(model: ComposedModel, batches: Iterable[Tensor], noise_seed: int =
         for index, log_prob in enumerate(each):
             each_total[index] += 0.0 if log_prob is None else nll_sum(log_prob, y)
         count += y.numel()
+    if count == 0:
+        raise UsageError("there is not one window to evaluate on", "give a longer text")
     blocks = tuple(
         None if block is None else each_total[index] / count
         for index, block in enumerate(model.blocks)
@@ -90,4 +92,6 @@ def teacher_forced_ce(
         ce = objective.teacher_forced_ce(block, x, y, relay, generator)
         total += float(ce) * y.numel()
         count += y.numel()
+    if count == 0:
+        raise UsageError("there is not one window to evaluate on", "give a longer text")
     return total / count

@@ -33,7 +33,8 @@ class Sampling:
         """One byte from log-probabilities of shape (256,)."""
         if self.temperature == 0.0:
             return int(log_probs.argmax())
-        scaled = log_probs.cpu().double() / self.temperature
+        # From the highest down: a tiny temperature must not make all of them -inf.
+        scaled = (log_probs - log_probs.max()).cpu().double() / self.temperature
         if self.top_k:
             kept = scaled.topk(self.top_k).values[-1]
             scaled = scaled.masked_fill(scaled < kept, -torch.inf)

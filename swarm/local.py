@@ -44,7 +44,8 @@ class Versions:
             for new, old in zip(self.copies[self.newest], before, strict=True):
                 for p, q in zip(new.parameters(), old.parameters(), strict=True):
                     p.lerp_(q, decay)
-        oldest = oldest_needed(len(blocks), self.newest, self.run.training.staggered)
+        # Whichever way a run with relay is trained, it may be composed staggered.
+        oldest = oldest_needed(len(blocks), self.newest, staggered=self.run.model.relays)
         for version in [v for v in self.copies if v < oldest]:
             del self.copies[version]
 
@@ -55,19 +56,32 @@ class Versions:
 class LocalSwarm:
     """One worker a block, trained in lockstep on the same batches."""
 
-    def __init__(self, run: Run, device: torch.device) -> None:
+    def __init__(self, run: Run, device: torch.device, autocast: torch.dtype | None = None) -> None:
         self.run = run
-        self.workers = [BlockWorker(run, block, device) for block in range(run.model.blocks)]
+        self.workers = [
+            BlockWorker(run, block, device, autocast) for block in range(run.model.blocks)
+        ]
         self.versions = Versions(run)
         self.steps_done = 0
+        self.round_ends_at = 0  # in steps; copies are renewed when a round begins
 
     def step(self, x: Tensor, y: Tensor, offline: frozenset[int] = frozenset()) -> list[StepLoss]:
-        """One step of every worker that is not offline; at a round's start copies are renewed."""
-        if self.steps_done % self.run.training.steps_per_round == 0:
+        """One step of every worker on the same batch."""
+        return self.step_each([(x, y)] * len(self.workers), offline)
+
+    def step_each(
+        self, batches: Sequence[tuple[Tensor, Tensor]], offline: frozenset[int] = frozenset()
+    ) -> list[StepLoss]:
+        """One step of every worker that is not offline, each on its own batch.
+
+        At a round's start the copies are renewed first.
+        """
+        if self.steps_done == self.round_ends_at:
             self.versions.push([worker.block for worker in self.workers])
+            self.round_ends_at += self.run.training.steps_in_round(self.versions.newest)
         losses = [
             worker.step(x, y, self._upstream(worker.index), self._next(worker.index))
-            for worker in self.workers
+            for worker, (x, y) in zip(self.workers, batches, strict=True)
             if worker.index not in offline
         ]
         for index in offline:  # the schedule goes on without them
@@ -116,6 +130,7 @@ class LocalSwarm:
         return tensors, {
             "steps_done": self.steps_done,
             "newest": self.versions.newest,
+            "round_ends_at": self.round_ends_at,
             "sigmas": [astuple(worker.objective.interval) for worker in self.workers],
         }
 
@@ -126,20 +141,32 @@ class LocalSwarm:
                 worker.block.load_state_dict(_take(tensors, f"block.{worker.index}"))
                 load_optimizer_tensors(worker, _take(tensors, f"optimizer.{worker.index}"))
                 worker.steps_done = numbers["steps_done"]
-                worker.objective.interval = Interval(*numbers["sigmas"][worker.index])
+                worker.objective.interval = Interval(*map(float, numbers["sigmas"][worker.index]))
             self.steps_done, self.versions.newest = numbers["steps_done"], numbers["newest"]
+            self.round_ends_at = numbers["round_ends_at"]
             held = sorted({int(k.split(".")[1]) for k in tensors if k.startswith("version.")})
+            self.versions.copies = {}
             for version in held:
                 self.versions.copies[version] = []
                 for worker in self.workers:
                     block = frozen_copy(worker.block)
                     block.load_state_dict(_take(tensors, f"version.{version}.{worker.index}"))
                     self.versions.copies[version].append(block)
+            self._check_loaded(tensors)
         except (KeyError, IndexError, TypeError, RuntimeError, ValueError) as error:
             raise ModelError(
                 f"the checkpoint does not fit this run: {str(error).splitlines()[0]}",
                 "resume with the options the run was started with, or start a new folder",
             ) from error
+
+    def _check_loaded(self, tensors: Mapping[str, Tensor]) -> None:
+        steps, newest, ends = self.steps_done, self.versions.newest, self.round_ends_at
+        if not all(type(n) is int for n in (steps, newest, ends)) or not 0 <= steps <= ends:
+            raise ValueError("its step numbers make no sense")
+        if newest != max(self.versions.copies, default=-1):
+            raise ValueError("the newest copies of the blocks are missing")
+        if self.state()[0].keys() != tensors.keys():
+            raise ValueError("it has tensors that the run has not")
 
     def _upstream(self, block: int) -> list[Block]:
         if not self.run.model.relays:
@@ -170,15 +197,17 @@ def optimizer_tensors(worker: BlockWorker) -> Weights:
 
 
 def load_optimizer_tensors(worker: BlockWorker, tensors: Mapping[str, Tensor]) -> None:
+    worker.optimizer.state.clear()
     for name, parameter in worker.block.named_parameters():
-        keys = [key for key in ("step", "exp_avg", "exp_avg_sq") if f"{name}:{key}" in tensors]
-        if keys:
-            worker.optimizer.state[parameter] = {
-                key: tensors[f"{name}:{key}"].to(
-                    device=parameter.device, dtype=torch.float32, copy=True
-                )
-                for key in keys
-            }
+        if f"{name}:step" not in tensors:
+            continue  # a worker that was offline from the start has no state yet
+        state = {key: tensors[f"{name}:{key}"] for key in ("step", "exp_avg", "exp_avg_sq")}
+        if any(state[key].shape != parameter.shape for key in ("exp_avg", "exp_avg_sq")):
+            raise ValueError(f"the optimizer's state of {name} has another shape")
+        worker.optimizer.state[parameter] = {
+            key: value.to(device=parameter.device, dtype=torch.float32, copy=True)
+            for key, value in state.items()
+        }
 
 
 def _put(tensors: Weights, prefix: str, part: Mapping[str, Tensor]) -> None:

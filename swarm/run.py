@@ -99,6 +99,7 @@ class Training:
     objective: Objective = "bayes"
     steps: int = 6000
     steps_per_round: int = 50  # copies of other blocks are refreshed once a round
+    short_rounds: int = 20  # so many first rounds are shorter, growing linearly to the full length
     batch: int = 8
     learning_rate: float = 3e-3
     final_learning_rate: float = 0.02  # as a share of learning_rate
@@ -115,6 +116,7 @@ class Training:
         _one_of("objective", self.objective, get_args(Objective))
         _within("steps", self.steps, 1, 10**9)
         _within("steps_per_round", self.steps_per_round, 1, 10**6)
+        _within("short_rounds", self.short_rounds, 0, 10**6)
         _within("batch", self.batch, 1, 1 << 16)
         _within("warmup_steps", self.warmup_steps, 0, 10**9)
         for name in ("learning_rate", "clip_norm"):
@@ -132,8 +134,11 @@ class Training:
         floor = self.final_learning_rate
         return self.learning_rate * warm * (floor + (1.0 - floor) * phase)
 
-    def round_of(self, step: int) -> int:
-        return step // self.steps_per_round
+    def steps_in_round(self, round_: int) -> int:
+        """Weights move fastest at the start, so that is where old copies hurt the most."""
+        if round_ >= self.short_rounds:
+            return self.steps_per_round
+        return max(1, self.steps_per_round * (round_ + 1) // (self.short_rounds + 1))
 
 
 @dataclass(frozen=True)
@@ -146,7 +151,7 @@ class Run:
     seed: int = 0
 
     def __post_init__(self) -> None:
-        _within("seed", self.seed, 0, 2**62)
+        _within("seed", self.seed, 0, 2**32 - 1)  # torch's generators read 32 bits of a seed
         if self.training.objective == "edm" and self.model.relays:
             raise UsageError(
                 "the edm objective has z as an input and works with independent blocks only",
@@ -179,18 +184,19 @@ def _table(kind: type[_T], name: str, raw: Any) -> _T:
     """Build one section, refusing unknown fields and values of another type than the default's."""
     if not isinstance(raw, dict):
         raise UsageError(f"[{name}] is not a table")
-    defaults = kind()
+    types = {f.name: type(getattr(kind(), f.name)) for f in dataclasses.fields(kind)}
     values: dict[str, Any] = {}
     for key, value in raw.items():
-        if not isinstance(key, str) or not hasattr(defaults, key):
+        if key not in types:
             raise UsageError(f"unknown field in [{name}]: {key!s}")
-        values[key] = _typed(f"{name}.{key}", value, type(getattr(defaults, key)))
+        values[key] = _typed(f"{name}.{key}", value, types[key])
     return kind(**values)
 
 
 def _typed(name: str, value: Any, kind: type) -> Any:
     if kind is float and isinstance(value, int) and not isinstance(value, bool):
-        return float(value)
+        # An integer may be longer than any float; it is then refused as not finite.
+        return float(value) if abs(value) < 2**1023 else math.inf
     if not isinstance(value, kind) or (kind is int and isinstance(value, bool)):
         raise UsageError(f"{name} must be of type {kind.__name__}, not {type(value).__name__}")
     return value

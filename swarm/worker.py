@@ -8,6 +8,7 @@ gradient leaves the worker. Where copies and batches come from is not its concer
 from __future__ import annotations
 
 from collections.abc import Sequence
+from contextlib import AbstractContextManager, nullcontext
 from dataclasses import dataclass
 
 import torch
@@ -28,12 +29,18 @@ class StepLoss:
 
 
 class BlockWorker:
-    """The block, its optimizer and its objective."""
+    """The block, its optimizer and its objective.
 
-    def __init__(self, run: Run, block: int, device: torch.device) -> None:
+    `autocast` is the precision that forward passes may drop to; weights and optimizer stay fp32.
+    """
+
+    def __init__(
+        self, run: Run, block: int, device: torch.device, autocast: torch.dtype | None = None
+    ) -> None:
         self.run = run
         self.index = block
         self.device = device
+        self.autocast = autocast
         self.block = initial_block(run, block).to(device)
         self.targets = target_table(run.seed, run.model.width).to(device)
         self.objective = self._objective_of(block)
@@ -48,14 +55,20 @@ class BlockWorker:
     ) -> StepLoss:
         """One optimizer step on a batch of inputs and targets."""
         generator = step_generator(self.run.seed, self.index, self.steps_done)
-        relay = relayed_hidden(upstream, x) if self.run.model.relays else None
-        own, hidden = self.objective.loss(self.block, x, y, relay, generator)
-        loss, ahead = own, None
-        if self.ahead is not None and next_block is not None:
-            ahead, _ = self.ahead.loss(next_block, x, y, hidden, generator)
-            loss = own + self.run.training.look_ahead_weight * ahead
+        with self._precision():
+            relay = relayed_hidden(upstream, x) if self.run.model.relays else None
+            own, hidden = self.objective.loss(self.block, x, y, relay, generator)
+            loss, ahead = own, None
+            if self.ahead is not None and next_block is not None:
+                ahead, _ = self.ahead.loss(next_block, x, y, hidden, generator)
+                loss = own + self.run.training.look_ahead_weight * ahead
         self._update(loss)
         return StepLoss(own.item(), None if ahead is None else ahead.item())
+
+    def _precision(self) -> AbstractContextManager[object]:
+        if self.autocast is None:
+            return nullcontext()
+        return torch.autocast(self.device.type, dtype=self.autocast)
 
     def _update(self, loss: Tensor) -> None:
         training = self.run.training

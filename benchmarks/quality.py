@@ -1,0 +1,304 @@
+"""What block-wise training costs in quality: honest CE beside an end-to-end Transformer.
+
+Byte-level WikiText-2, all rows on the same batches in the same order, CE over 250 kB of the valid
+split. Composition weights are fitted on other bytes of it. Rows differ in one thing each; those
+that could refute us are among them (z removed, one block on four times the bytes, no relay).
+"""
+
+from __future__ import annotations
+
+import json
+import math
+import statistics
+import time
+from dataclasses import asdict, dataclass, field, replace
+from typing import Any
+
+import torch
+
+from benchmarks import harness
+from node.data import benchmark_corpus
+from node.windows import WindowStream, evaluation_windows, stream_seed
+from swarm.composition import ComposedModel, fit_composition
+from swarm.evaluate import honest_ce, nll_sum, teacher_forced_ce
+from swarm.local import LocalSwarm
+from swarm.reference import ReferenceWorker
+from swarm.run import ModelShape, Noise, Run, Training
+
+EVALUATION_BYTES = 250_000
+FIT_BYTES = 65_536
+CPU = torch.device("cpu")
+
+
+@dataclass(frozen=True)
+class Variant:
+    """One row: a run, and what is special about how it is trained."""
+
+    name: str
+    run: Run
+    end_to_end: bool = False
+    heads_every: int = 0
+    own_streams: bool = False  # every block draws its own bytes, as hosts in a swarm do
+    offline: tuple[int, float, float] | None = None  # block, from, to (shares of the run)
+    evaluation_bytes: int = EVALUATION_BYTES
+    tags: tuple[str, ...] = field(default=())
+
+    @property
+    def key(self) -> str:
+        # What is off is left out, so that a new option does not ask for every row again.
+        return json.dumps(_without_unset(asdict(self)), sort_keys=True)
+
+
+def _without_unset(fields: dict[str, Any]) -> dict[str, Any]:
+    nested = {k: _without_unset(v) if isinstance(v, dict) else v for k, v in fields.items()}
+    return {k: v for k, v in nested.items() if v or k == "seed"}
+
+
+def run_of(megabytes: float, seed: int = 0, **changes: Any) -> Run:
+    """The default run at a size, with some fields changed."""
+    base = Run(seed=seed)
+    shape = {k: v for k, v in changes.items() if k in ModelShape.__dataclass_fields__}
+    noise = {k: v for k, v in changes.items() if k in Noise.__dataclass_fields__}
+    training = {k: v for k, v in changes.items() if k in Training.__dataclass_fields__}
+    assert len(shape) + len(noise) + len(training) == len(changes), changes
+    steps = round(megabytes * 1e6 / (base.training.batch * base.model.context))
+    return replace(
+        base,
+        model=replace(base.model, **shape),
+        noise=replace(base.noise, **noise),
+        training=replace(base.training, **{"steps": steps, **training}),
+    )
+
+
+def variants(quick: bool) -> list[Variant]:
+    """The table, most wanted first: a cut-off session leaves the best part."""
+    headline, other = (0.05, 0.03) if quick else (6.0, 2.0)
+    size = 16_384 if quick else EVALUATION_BYTES
+    seeds = (0,) if quick else (0, 1, 2)
+    rows: list[Variant] = []
+
+    def add(name: str, megabytes: float, seed: int = 0, **changes: Any) -> None:
+        special = {k: changes.pop(k) for k in list(changes) if k in Variant.__dataclass_fields__}
+        run = run_of(megabytes, seed, **changes)
+        rows.append(Variant(name, run, evaluation_bytes=size, **special))
+
+    for seed in seeds:
+        add(f"default, seed {seed}", headline, seed)
+        add(f"end-to-end, seed {seed}", headline, seed, end_to_end=True)
+    for rate in (2e-3, 3e-3, 5e-3):
+        add(f"end-to-end, learning rate {rate:g}", other, end_to_end=True, learning_rate=rate)
+    add("look-ahead, copies 50 steps old", other)
+    add("independent", other, coupling="independent")
+    add("independent, z removed", other, coupling="independent", objective="plain")
+    add("one block on 4 times the bytes", 4 * other, coupling="independent", blocks=1)
+    add("end-to-end, a loss at every second layer", other, end_to_end=True, heads_every=2)
+    add("relay, copies 50 steps old", other, coupling="relay")
+    add("look-ahead, copies 200 steps old", other, steps_per_round=200)
+    add("look-ahead, copies 10 steps old", other, steps_per_round=10)
+    add("look-ahead, fresh copies", other, steps_per_round=1, staggered=False)
+    add("look-ahead, z removed", other, objective="plain")
+    edm = {"objective": "edm", "coupling": "independent", "leak_limit_nats": 1.0}
+    add("independent, edm", other, sigma_min=1.0, **edm)
+    add("look-ahead, copies 50 steps old, trained on newest versions", other, staggered=False)
+    add("look-ahead, no short rounds early", other, short_rounds=0)
+    add("look-ahead, slow-moving copies", other, copy_decay=0.5)
+    add("look-ahead, every block its own bytes", other, own_streams=True)
+    add("look-ahead, block 1 offline for a fifth", other, offline=(1, 0.4, 0.6))
+    for age in (1, 10, 200):
+        add(f"relay, copies {age} steps old", other, coupling="relay", steps_per_round=age)
+    add("look-ahead, 2 blocks of 4 layers", other, blocks=2, layers=4)
+    add("look-ahead, 8 blocks of 1 layer", other, blocks=8, layers=1)
+    add("end-to-end in the wall-clock of look-ahead", headline / 1.9, end_to_end=True)
+    for rate in (2e-3, 5e-3):
+        add(f"look-ahead, learning rate {rate:g}", other, learning_rate=rate)
+    return rows
+
+
+def measure(variant: Variant) -> dict[str, Any]:
+    """Train one row and evaluate it, on one thread."""
+    torch.set_num_threads(1)
+    torch.use_deterministic_algorithms(True)
+    started = time.process_time()
+    trained = _train_reference(variant) if variant.end_to_end else _train_blocks(variant)
+    run = variant.run
+    return {
+        "coupling": "end-to-end" if variant.end_to_end else run.model.coupling,
+        "objective": "plain" if variant.end_to_end else run.training.objective,
+        "shape": f"{run.model.blocks}x{run.model.layers}",
+        "sigma": [run.noise.sigma_min, run.noise.sigma_max],
+        "copies_age_steps": run.training.steps_per_round,
+        "seed": run.seed,
+        "learning_rate": run.training.learning_rate,
+        "bytes_seen_per_block": run.training.steps * run.training.batch * run.model.context,
+        **trained,
+        "cpu_seconds": round(time.process_time() - started, 1),
+    }
+
+
+class Text:
+    """The bytes of a row: batches by step, and held-out windows."""
+
+    def __init__(self, variant: Variant) -> None:
+        run = variant.run
+        corpus = benchmark_corpus()
+        context = run.model.context
+        streams = run.model.blocks if variant.own_streams else 1
+        self.streams = [
+            WindowStream(
+                corpus.train, context, run.training.batch, stream_seed("windows", run.seed, number)
+            )
+            for number in range(streams)
+        ]
+        tail = corpus.valid[-2 * FIT_BYTES :]
+        self.held_out = _windows(corpus.valid, context, variant.evaluation_bytes)
+        self.fit = torch.cat(_windows(tail, context, min(FIT_BYTES, variant.evaluation_bytes)))
+
+    def batch(self, step: int, stream: int = 0) -> tuple[torch.Tensor, torch.Tensor]:
+        chosen = self.streams[stream % len(self.streams)]
+        windows = torch.from_numpy(chosen.batch_at(step)).long()
+        return windows[:, :-1], windows[:, 1:]
+
+
+def _windows(data: Any, context: int, limit_bytes: int) -> list[torch.Tensor]:
+    windows = torch.from_numpy(evaluation_windows(data, context, limit_bytes).copy()).long()
+    return list(windows.split(64))
+
+
+def _train_reference(variant: Variant) -> dict[str, Any]:
+    text, worker = Text(variant), ReferenceWorker(variant.run, CPU, variant.heads_every)
+    steps = variant.run.training.steps
+    curve: list[tuple[int, float]] = []
+    training_s = 0.0
+    for step in range(steps):
+        began = time.process_time()
+        worker.step(*text.batch(step))
+        training_s += time.process_time() - began
+        if _due(step + 1, steps):
+            curve.append((_seen(variant, step + 1), _reference_ce(worker, text.held_out[:4])[-1]))
+    heads = _reference_ce(worker, text.held_out)
+    return {
+        "ce": heads[-1],
+        "ce_heads": heads,
+        "curve": curve,
+        "training_cpu_s": round(training_s, 1),
+    }
+
+
+def _reference_ce(worker: ReferenceWorker, batches: list[torch.Tensor]) -> list[float]:
+    totals, count = [0.0] * len(worker.model.heads), 0
+    for windows in batches:
+        each = worker.head_log_probs(windows[:, :-1])
+        totals = [t + nll_sum(lp, windows[:, 1:]) for t, lp in zip(totals, each, strict=True)]
+        count += windows[:, 1:].numel()
+    return [total / count for total in totals]
+
+
+def _train_blocks(variant: Variant) -> dict[str, Any]:
+    run, text = variant.run, Text(variant)
+    swarm = LocalSwarm(run, CPU)
+    curve: list[tuple[int, float]] = []
+    steps = run.training.steps
+    training_s = 0.0
+    for step in range(steps):
+        began = time.process_time()
+        batches = [text.batch(step, block) for block in range(run.model.blocks)]
+        swarm.step_each(batches, _offline(variant, step))
+        training_s += time.process_time() - began
+        if _due(step + 1, steps):
+            model = ComposedModel(run, swarm.composed_blocks())
+            curve.append((_seen(variant, step + 1), honest_ce(model, text.held_out[:4]).ce_nats))
+    out = _compositions(run, swarm, text)
+    forced = [
+        teacher_forced_ce(ComposedModel(run, swarm.composed_blocks()), text.held_out[:4], index)
+        for index in range(run.model.blocks)
+    ]
+    return {
+        **out,
+        "teacher_forced_ce_blocks": forced,
+        "curve": curve,
+        "training_cpu_s": round(training_s / run.model.blocks, 1),  # of a worker, on average
+    }
+
+
+def _compositions(run: Run, swarm: LocalSwarm, text: Text) -> dict[str, Any]:
+    """CE of each way to put the blocks together; `ce` is the default's, with fitted weights."""
+    out: dict[str, Any] = {}
+    ways = {"staggered": True, "newest": False} if run.model.relays else {"newest": False}
+    for way, staggered in ways.items():
+        model = ComposedModel(run, swarm.composed_blocks(staggered))
+        fitted = fit_composition(model, text.fit[:, :-1], text.fit[:, 1:])
+        found = honest_ce(fitted, text.held_out)
+        equal = replace(model, weights=(1.0,) * run.model.blocks)
+        out |= {
+            f"ce_{way}_fitted": found.ce_nats,
+            f"ce_{way}_mean": honest_ce(equal, text.held_out).ce_nats,
+            f"ce_{way}_blocks": list(found.block_ce_nats),
+            f"weights_{way}": [round(w, 4) for w in fitted.weights],
+            f"temperature_{way}": round(fitted.temperature, 4),
+        }
+    if not run.model.relays:
+        chain = replace(ComposedModel(run, swarm.composed_blocks()), composition="embedding")
+        out["ce_chain"] = honest_ce(chain, text.held_out).ce_nats
+    default = "staggered" if run.model.relays and run.training.staggered else "newest"
+    return {"ce": out[f"ce_{default}_fitted"], **out}
+
+
+def _offline(variant: Variant, step: int) -> frozenset[int]:
+    if variant.offline is None:
+        return frozenset()
+    block, start, end = variant.offline
+    share = step / variant.run.training.steps
+    return frozenset({block}) if start <= share < end else frozenset()
+
+
+def _due(step: int, steps: int) -> bool:
+    return step % max(1, steps // 12) == 0
+
+
+def _seen(variant: Variant, step: int) -> int:
+    return step * variant.run.training.batch * variant.run.model.context
+
+
+def figures(rows: harness.Rows) -> harness.Figures:
+    """The numbers that the README quotes; those whose rows are not there yet are left out."""
+    by_name = {row["name"]: row for row in rows}
+    ours = {s: by_name.get(f"default, seed {s}") for s in range(3)}
+    theirs = {s: by_name.get(f"end-to-end, seed {s}") for s in range(3)}
+    pairs = [(o["ce"], t["ce"]) for s, o in ours.items() if o and (t := theirs[s])]
+    out: harness.Figures = {}
+    if pairs:
+        gaps = [o - t for o, t in pairs]
+        out |= {
+            "ce_composed": statistics.fmean(o for o, _ in pairs),
+            "ce_end_to_end": statistics.fmean(t for _, t in pairs),
+            "ce_gap": statistics.fmean(gaps),
+            "ce_pairs": len(pairs),
+        }
+        if len(gaps) > 1:
+            out["ce_standard_error"] = statistics.stdev(gaps) / math.sqrt(len(gaps))
+    for name, row, key in (
+        ("ce_control_4x", "one block on 4 times the bytes", "ce"),
+        ("ce_z_removed", "look-ahead, z removed", "ce"),
+        ("ce_stale_50", "look-ahead, copies 50 steps old", "ce"),
+        ("ce_end_to_end_2mb", "end-to-end, learning rate 0.003", "ce"),
+    ):
+        if row in by_name:
+            out[name] = by_name[row][key]
+    if "independent" in by_name:
+        out["ce_single_block"] = min(by_name["independent"]["ce_newest_blocks"])
+    return out
+
+
+def main() -> None:
+    options = harness.parse("quality")
+    corpus = benchmark_corpus()
+    facts = {
+        "data": {"source": corpus.source, "sha256": corpus.sha256, "split": "valid"},
+        "seeds": [0, 1, 2],
+    }
+    table = variants(options.quick)
+    harness.measure_rows(options, "quality", table, measure, figures, facts)
+
+
+if __name__ == "__main__":
+    main()

@@ -1,0 +1,207 @@
+"""The node's side of its training process: start it, give it orders, notice when it dies.
+
+Decides nothing about training. Every order has a deadline; a process that misses one is as good
+as dead and is ended. Runs on the node's event loop.
+"""
+
+from __future__ import annotations
+
+import asyncio
+import multiprocessing
+from collections.abc import Callable
+from multiprocessing.connection import Connection
+from multiprocessing.process import BaseProcess
+from pathlib import Path
+from typing import Any
+
+import msgpack
+
+from node.trainer_process import (
+    SharedWeights,
+    TrainerSettings,
+    as_array,
+    followed_blocks,
+    shared_weights,
+    trainer_main,
+)
+from protocol.errors import BlockswarmError
+from swarm.flat import Floats, flat_size
+from swarm.run import Run
+from swarm.worker import initial_block
+
+START_DEADLINE_S = 120.0  # importing torch on a busy machine
+ORDER_DEADLINE_S = 120.0  # an order waits for the running step, and evaluation takes seconds
+
+
+class TrainerError(BlockswarmError):
+    """The training process refused, failed or died."""
+
+
+class Trainer:
+    """One training process. `on_progress` hears its progress, `on_death` its unexpected end."""
+
+    def __init__(
+        self,
+        settings: TrainerSettings,
+        on_progress: Callable[[dict[str, Any]], None],
+        on_death: Callable[[], None],
+    ) -> None:
+        self.settings = settings
+        self.on_progress, self.on_death = on_progress, on_death
+        run = Run.from_dict(settings.run)
+        sizes = {j: flat_size(initial_block(run, j)) for j in followed_blocks(run, settings.block)}
+        own = flat_size(initial_block(run, settings.block))
+        self.shared: SharedWeights = shared_weights(own, sizes)
+        self._process: BaseProcess | None = None
+        self._connection: Connection | None = None
+        self._waiting: dict[int, asyncio.Future[dict[str, Any]]] = {}
+        self._ready: asyncio.Future[dict[str, Any]] | None = None
+        self._next_id = 0
+        self._shared_lock = asyncio.Lock()  # `out` and `scratch` serve one order at a time
+
+    @property
+    def pid(self) -> int | None:
+        return self._process.pid if self._process else None
+
+    async def start(self) -> None:
+        loop = asyncio.get_running_loop()
+        context = multiprocessing.get_context("spawn")
+        ours, theirs = context.Pipe()
+        self._process = context.Process(
+            target=trainer_main, args=(theirs, self.settings, self.shared), daemon=True
+        )
+        self._process.start()
+        theirs.close()
+        self._connection = ours
+        self._ready = loop.create_future()
+        loop.add_reader(ours.fileno(), self._on_readable)
+        try:
+            async with asyncio.timeout(START_DEADLINE_S):
+                answer = await self._ready
+        except TimeoutError:
+            await self.stop()
+            raise TrainerError("the training process did not start in time") from None
+        if answer["op"] == "failed":
+            await self.stop()
+            raise TrainerError(answer["message"], answer["hint"])
+
+    async def stop(self) -> None:
+        """End the process: kindly, then by force. Never takes longer than a few seconds."""
+        process, self._process = self._process, None
+        if process is None:
+            return
+        if process.is_alive():
+            try:
+                async with asyncio.timeout(2.0):
+                    await self._order({"op": "stop"})
+            except (TimeoutError, TrainerError):
+                process.terminate()
+        self._forget(TrainerError("the training process was stopped"))
+        await asyncio.to_thread(process.join, 2.0)
+        if process.is_alive():
+            process.kill()
+            await asyncio.to_thread(process.join)
+        process.close()
+
+    # Orders.
+
+    async def begin_round(self, step: int, steps: int) -> None:
+        await self._order({"op": "round", "step": step, "steps": steps})
+
+    async def renew_copies(self, copies: dict[int, Floats]) -> None:
+        """Give it newer versions of the blocks that it reads."""
+        for block, flat in copies.items():
+            as_array(self.shared.copies[block])[:] = flat
+        if copies:
+            await self._order({"op": "copies", "blocks": sorted(copies)})
+
+    async def snapshot(self) -> Floats:
+        """The running weights, between two steps."""
+        async with self._shared_lock:
+            await self._order({"op": "snapshot"})
+            return as_array(self.shared.out).copy()
+
+    async def correct(self, change: Floats) -> None:
+        """Add a vector to the running weights."""
+        async with self._shared_lock:
+            as_array(self.shared.scratch)[:] = change
+            await self._order({"op": "correct"})
+
+    async def replace(self, flat: Floats) -> None:
+        """Set the running weights."""
+        async with self._shared_lock:
+            as_array(self.shared.scratch)[:] = flat
+            await self._order({"op": "replace"})
+
+    async def evaluate(self, flat: Floats) -> float:
+        """Honest CE of the block with these weights on the host's held-out bytes."""
+        async with self._shared_lock:
+            as_array(self.shared.scratch)[:] = flat
+            answer = await self._order({"op": "evaluate"})
+        return float(answer["ce_nats"])
+
+    async def pause(self, paused: bool) -> None:
+        await self._order({"op": "pause", "paused": paused})
+
+    async def save(self, path: Path) -> None:
+        await self._order({"op": "save", "path": str(path)})
+
+    async def load(self, path: Path) -> None:
+        await self._order({"op": "load", "path": str(path)})
+
+    async def _order(self, order: dict[str, Any]) -> dict[str, Any]:
+        connection = self._connection
+        if connection is None:
+            raise TrainerError("the training process is not running")
+        self._next_id += 1
+        number = self._next_id
+        future: asyncio.Future[dict[str, Any]] = asyncio.get_running_loop().create_future()
+        self._waiting[number] = future
+        try:
+            connection.send_bytes(msgpack.packb({**order, "id": number}))
+            async with asyncio.timeout(ORDER_DEADLINE_S):
+                answer = await future
+        except (BrokenPipeError, ConnectionResetError) as error:
+            raise TrainerError("the training process died") from error
+        except TimeoutError:
+            raise TrainerError(f"the training process did not answer {order['op']}") from None
+        finally:
+            self._waiting.pop(number, None)
+        if answer.get("error"):
+            raise TrainerError(f"{order['op']}: {answer['error']}")
+        return answer
+
+    # What it says.
+
+    def _on_readable(self) -> None:
+        assert self._connection is not None
+        try:
+            while self._connection.poll(0):
+                self._hear(msgpack.unpackb(self._connection.recv_bytes()))
+        except (EOFError, ConnectionResetError, OSError):
+            expected = self._process is None
+            self._forget(TrainerError("the training process died"))
+            if not expected:
+                self.on_death()
+
+    def _hear(self, message: dict[str, Any]) -> None:
+        if message["op"] == "progress":
+            self.on_progress(message)
+        elif message["op"] in ("ready", "failed"):
+            if self._ready is not None and not self._ready.done():
+                self._ready.set_result(message)
+        else:
+            future = self._waiting.get(message["id"])
+            if future is not None and not future.done():
+                future.set_result(message)
+
+    def _forget(self, error: TrainerError) -> None:
+        """Close our end; whoever still waits hears why."""
+        connection, self._connection = self._connection, None
+        if connection is None:
+            return
+        asyncio.get_running_loop().remove_reader(connection.fileno())
+        connection.close()
+        for future in [*self._waiting.values(), *([self._ready] if self._ready else [])]:
+            if not future.done():
+                future.set_exception(error)

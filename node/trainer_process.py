@@ -1,0 +1,225 @@
+"""The training process: one block's worker in a process of its own, beside the network's.
+
+Small models hold Python's lock for most of a step; in one process with the network they would
+stall its loop, and a slow loop is a dead peer. Weights cross in shared memory, orders and answers
+in msgpack over a pipe. Knows nothing of peers, rounds' votes or files other than its checkpoint.
+
+Orders are carried out between two steps, so no weights are ever seen in the middle of one.
+"""
+
+from __future__ import annotations
+
+import os
+import signal
+import time
+from dataclasses import dataclass
+from multiprocessing.connection import Connection
+from multiprocessing.sharedctypes import RawArray
+from pathlib import Path
+from typing import Any
+
+import msgpack
+import numpy as np
+import torch
+from safetensors.torch import load_file, save_file
+
+from node.atomic import write_atomically
+from node.data import load_corpus
+from node.device import autocast_dtype, choose_device
+from node.local_training import held_out_batches
+from node.windows import WindowStream, stream_seed
+from protocol.errors import BlockswarmError
+from swarm.composition import ComposedModel
+from swarm.evaluate import honest_ce
+from swarm.flat import Floats, add_flat, flat_weights, load_flat
+from swarm.local import frozen_copy, load_optimizer_tensors, optimizer_tensors
+from swarm.model import Block
+from swarm.run import Run
+from swarm.worker import BlockWorker, initial_block
+
+IDLE_POLL_S = 0.2
+PROGRESS_EVERY_S = 0.5
+HELD_OUT_BYTES = 8192
+
+
+@dataclass(frozen=True)
+class TrainerSettings:
+    """What a training process is told at its start."""
+
+    run: dict[str, Any]
+    block: int
+    data_spec: str
+    stream: str  # names this host's stream of windows, so that no two hosts train on the same
+    device: str = "auto"
+    threads: int | None = None
+
+
+@dataclass(frozen=True)
+class SharedWeights:
+    """Vectors that both processes see. `copies` are the other blocks that this one reads."""
+
+    out: Any  # the running weights, as of the last snapshot
+    scratch: Any  # a correction to add, or weights to evaluate
+    copies: dict[int, Any]
+
+
+def shared_weights(own_size: int, copy_sizes: dict[int, int]) -> SharedWeights:
+    """Anonymous shared memory: it is gone with the processes, however they end."""
+    return SharedWeights(
+        RawArray("f", own_size),
+        RawArray("f", own_size),
+        {block: RawArray("f", size) for block, size in copy_sizes.items()},
+    )
+
+
+def as_array(shared: Any) -> Floats:
+    return np.frombuffer(shared, dtype=np.float32)
+
+
+def followed_blocks(run: Run, block: int) -> list[int]:
+    """The blocks whose copies a worker reads: those before it, and with look-ahead the next."""
+    if not run.model.relays:
+        return []
+    ahead = run.model.coupling == "look_ahead" and block + 1 < run.model.blocks
+    return [*range(block), *([block + 1] if ahead else [])]
+
+
+def trainer_main(connection: Connection, settings: TrainerSettings, shared: SharedWeights) -> None:
+    """The process. It ends when it is told to, or when the other end of the pipe is gone."""
+    signal.signal(signal.SIGINT, signal.SIG_IGN)  # Ctrl-C reaches us too; the node decides
+    os.nice(5)  # the network's loop comes first
+    try:
+        trainer = _Trainer(connection, settings, shared)
+    except BlockswarmError as error:
+        _send(connection, {"op": "failed", "message": error.message, "hint": error.hint})
+        return
+    _send(connection, {"op": "ready", "device": trainer.worker.device.type})
+    try:
+        trainer.run_forever()
+    except (EOFError, BrokenPipeError, ConnectionResetError):
+        return  # the node is gone: nothing to train for
+
+
+class _Trainer:
+    def __init__(self, connection: Connection, settings: TrainerSettings, shared: SharedWeights):
+        if settings.threads:
+            torch.set_num_threads(settings.threads)
+        run = Run.from_dict(settings.run)
+        device = choose_device(settings.device)
+        self.run, self.connection, self.shared = run, connection, shared
+        self.worker = BlockWorker(run, settings.block, device, autocast_dtype(device))
+        followed = followed_blocks(run, settings.block)
+        self.copies = {j: frozen_copy(initial_block(run, j).to(device)) for j in followed}
+        corpus = load_corpus(settings.data_spec)
+        corpus.require_window(run.model.context)
+        self.stream = WindowStream(
+            corpus.train,
+            run.model.context,
+            run.training.batch,
+            stream_seed("windows", run.seed, settings.stream, settings.block),
+        )
+        self.held_out = held_out_batches(corpus, "valid", run.model.context, HELD_OUT_BYTES)
+        self.position = 0  # of our own stream of windows
+        self.budget = 0  # steps left in this round
+        self.paused = False
+        self.loss_nats: float | None = None
+        self.reported_s = 0.0
+
+    def run_forever(self) -> None:
+        while True:
+            training = self.budget > 0 and not self.paused
+            while self.connection.poll(0 if training else IDLE_POLL_S):
+                order = msgpack.unpackb(self.connection.recv_bytes())
+                if order["op"] == "stop":
+                    _send(self.connection, {"op": "stop", "id": order["id"]})
+                    return
+                _send(self.connection, {**self._obey(order), "op": order["op"], "id": order["id"]})
+                training = self.budget > 0 and not self.paused
+            if training:
+                self._step()
+
+    def _step(self) -> None:
+        device = self.worker.device
+        windows = torch.from_numpy(self.stream.batch_at(self.position)).long().to(device)
+        upstream = [self.copies[j] for j in range(self.worker.index) if j in self.copies]
+        ahead = self.copies.get(self.worker.index + 1)
+        loss = self.worker.step(windows[:, :-1], windows[:, 1:], upstream, ahead).own_nats
+        self.loss_nats = loss if self.loss_nats is None else 0.9 * self.loss_nats + 0.1 * loss
+        self.position += 1
+        self.budget -= 1
+        now = time.monotonic()
+        if now - self.reported_s >= PROGRESS_EVERY_S or self.budget == 0:
+            self.reported_s = now
+            _send(self.connection, {"op": "progress", **self._progress()})
+
+    def _progress(self) -> dict[str, Any]:
+        return {"steps": self.position, "loss_nats": self.loss_nats, "budget": self.budget}
+
+    def _obey(self, order: dict[str, Any]) -> dict[str, Any]:
+        match order["op"]:
+            case "round":  # {step, steps}: where the schedule stands, and how many steps to do
+                self.worker.steps_done = order["step"]
+                self.budget = order["steps"]
+                return {}
+            case "copies":  # {blocks}: these were renewed in shared memory
+                for block in order["blocks"]:
+                    load_flat(self.copies[block], as_array(self.shared.copies[block]).copy())
+                return {}
+            case "snapshot":
+                flat_weights(self.worker.block, as_array(self.shared.out))
+                return self._progress()
+            case "correct":
+                add_flat(self.worker.block, as_array(self.shared.scratch))
+                return {}
+            case "replace":
+                load_flat(self.worker.block, as_array(self.shared.scratch).copy())
+                return {}
+            case "evaluate":
+                return {"ce_nats": self._evaluate(as_array(self.shared.scratch).copy())}
+            case "pause":
+                self.paused = bool(order["paused"])
+                return {}
+            case "save":
+                return self._save(Path(order["path"]))
+            case "load":
+                return self._load(Path(order["path"]))
+        return {"error": f"unknown order {order['op']}"}
+
+    def _evaluate(self, flat: Floats) -> float:
+        """Honest CE of this block with other weights, on the host's held-out bytes."""
+        twin = frozen_copy(self.worker.block)
+        load_flat(twin, flat)
+        blocks: list[Block | None] = [None] * self.run.model.blocks
+        for j in range(self.worker.index):
+            blocks[j] = self.copies.get(j)
+        blocks[self.worker.index] = twin
+        ce = honest_ce(ComposedModel(self.run, blocks), self.held_out)
+        found = ce.block_ce_nats[self.worker.index]
+        assert found is not None
+        return found
+
+    def _save(self, path: Path) -> dict[str, Any]:
+        tensors = {f"w.{n}": p.detach().cpu() for n, p in self.worker.block.named_parameters()}
+        state = optimizer_tensors(self.worker)
+        tensors.update({f"o.{n}": t.detach().cpu().contiguous() for n, t in state.items()})
+        try:
+            facts = {"position": str(self.position)}
+            write_atomically(path, lambda half: save_file(tensors, half, facts))
+        except (OSError, BlockswarmError) as error:
+            return {"error": str(error)}
+        return {}
+
+    def _load(self, path: Path) -> dict[str, Any]:
+        try:
+            tensors = load_file(path)
+            weights = {n[2:]: t for n, t in tensors.items() if n.startswith("w.")}
+            self.worker.block.load_state_dict(weights)
+            optimizer = {n[2:]: t for n, t in tensors.items() if n.startswith("o.")}
+            load_optimizer_tensors(self.worker, optimizer)
+        except Exception as error:  # whatever is wrong with the file, the node hears of it
+            return {"error": f"{path.name}: {str(error).splitlines()[0]}"}
+        return {}
+
+
+def _send(connection: Connection, message: dict[str, Any]) -> None:
+    connection.send_bytes(msgpack.packb(message))
