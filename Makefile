@@ -1,5 +1,7 @@
 # Every target sets up what it needs; a fresh clone with Python and make is enough.
-PYTHON ?= python3.11
+WANTED := import sys; sys.exit(sys.version_info[:2] != (3, 11))
+PYTHON ?= $(shell for p in python3.11 python3 python; do \
+	$$p -c '$(WANTED)' 2>/dev/null && { echo $$p; break; }; done)
 VENV   := .venv
 BIN    := $(VENV)/bin
 STAMP  := $(VENV)/.installed
@@ -7,7 +9,11 @@ STAMP  := $(VENV)/.installed
 .PHONY: demo test test-long lint format bench clean
 
 $(STAMP): setup.cfg pyproject.toml constraints.txt
-	test -x $(BIN)/python || $(PYTHON) -m venv $(VENV)
+	@$(or $(PYTHON),false) -c '$(WANTED)' 2>/dev/null || { \
+	  echo "error: blockswarm needs Python 3.11 (looked at: $(or $(PYTHON),PATH))" >&2; \
+	  echo "  try: install Python 3.11, then make PYTHON=/path/to/python3.11 $(MAKECMDGOALS)" >&2; \
+	  exit 2; }
+	$(BIN)/python -m pip --version >/dev/null 2>&1 || $(PYTHON) -m venv --clear $(VENV)
 	$(BIN)/python -m pip install --quiet --disable-pip-version-check -c constraints.txt -e ".[host,light,bench,test]"
 	touch $(STAMP)
 

@@ -1,23 +1,119 @@
-"""Files that are there whole or not at all, whatever is killed when."""
+"""Files that are there whole or not at all, whatever is killed when; a folder for one writer.
+
+Decides how a file comes into place and what a person is told when it cannot. Knows nothing of what
+is written.
+"""
 
 from __future__ import annotations
 
+import errno
+import fcntl
 import os
-from collections.abc import Callable
+import re
+from collections.abc import Callable, Iterator, Mapping
+from contextlib import contextmanager, suppress
 from pathlib import Path
 
+from safetensors import SafetensorError
 
-def write_atomically(path: Path, write: Callable[[Path], None]) -> None:
+from protocol.errors import BlockswarmError
+
+Write = Callable[[Path], None]
+
+
+class StorageError(BlockswarmError):
+    """A file could not be written: a full disk, a folder of somebody else's, one in use."""
+
+
+def write_atomically(path: Path, write: Write) -> None:
     """Let `write` fill a file beside `path`, make it durable, then put it in place of `path`."""
-    path.parent.mkdir(parents=True, exist_ok=True)
-    half = path.with_name(f".{path.name}.{os.getpid()}.tmp")
+    write_together({path: write})
+
+
+def write_together(files: Mapping[Path, Write]) -> None:
+    """Write files of one folder that belong together; the last one vouches for the others.
+
+    All are complete and durable under other names before any of them appears. The old last file
+    goes first and the new one comes last: whoever finds it finds the others of the same writing.
+    """
+    halves = {path: _half(path) for path in files}
+    *_, last = files
     try:
-        write(half)
-        _sync(half)
-        half.replace(path)
-        _sync(path.parent)  # the rename itself must survive a power cut
+        with _as_storage_error(last):
+            last.parent.mkdir(parents=True, exist_ok=True)
+            for path, write in files.items():
+                write(halves[path])
+                _sync(halves[path])
+            if len(files) > 1:
+                last.unlink(missing_ok=True)
+            for path, half in halves.items():
+                half.replace(path)
+            _sync(last.parent)  # the renames themselves must survive a power cut
     finally:
-        half.unlink(missing_ok=True)
+        for half in halves.values():
+            _remove_quietly(half)
+
+
+def remove_file(path: Path) -> None:
+    with _as_storage_error(path):
+        path.unlink(missing_ok=True)
+
+
+@contextmanager
+def hold_folder(folder: Path) -> Iterator[None]:
+    """Make the folder and be the only one who holds it; the lock ends with the process.
+
+    Half-written files that a killed process left there are removed.
+    """
+    with _as_storage_error(folder):
+        folder.mkdir(parents=True, exist_ok=True)
+        descriptor = os.open(folder, os.O_RDONLY | os.O_DIRECTORY)
+    try:
+        try:
+            fcntl.flock(descriptor, fcntl.LOCK_EX | fcntl.LOCK_NB)
+        except BlockingIOError as error:
+            raise StorageError(
+                f"another process is training in {folder}", "wait for it, or choose another folder"
+            ) from error
+        except OSError:
+            pass  # a file system without locks: nobody can hold it, and nobody is kept out
+        for left in folder.glob(".*.tmp"):
+            _remove_quietly(left)
+        yield
+    finally:
+        os.close(descriptor)
+
+
+@contextmanager
+def _as_storage_error(path: Path) -> Iterator[None]:
+    try:
+        yield
+    except OSError as error:
+        raise _storage_error(path, error.strerror or str(error), error.errno) from error
+    except SafetensorError as error:  # it reports a failed write in words only
+        number = re.search(r"os error (\d+)", str(error))
+        raise _storage_error(path, str(error), int(number[1]) if number else None) from error
+
+
+def _storage_error(path: Path, reason: str, number: int | None) -> StorageError:
+    if number in (errno.ENOSPC, errno.EDQUOT, errno.EFBIG):
+        return StorageError(
+            f"cannot write {path}: the disk is full",
+            "free some space; what was saved before is whole",
+        )
+    hint = "choose a folder that you may write to"
+    if number in (errno.ENOTDIR, errno.EEXIST):
+        hint = "choose a folder; there is a file of that name"
+    return StorageError(f"cannot write {path}: {reason}", hint)
+
+
+def _half(path: Path) -> Path:
+    return path.with_name(f".{path.name}.{os.getpid()}.tmp")
+
+
+def _remove_quietly(path: Path) -> None:
+    with suppress(OSError):  # the error that matters is already on its way
+        path.unlink(missing_ok=True)
 
 
 def _sync(path: Path) -> None:

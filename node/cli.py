@@ -1,17 +1,22 @@
 """The command line: `blockswarm`. Options in, text or JSON out; the work is done elsewhere.
 
-A foreseeable mistake ends in one clear line and exit code 2, never in a traceback.
+A foreseeable mistake ends in one clear line and exit code 2, never in a traceback. Importing this
+does not import torch: `blockswarm --help` answers at once.
 """
 
 from __future__ import annotations
 
+import os
 import sys
 
 import click
 
+from node.cli_light import light_commands
 from node.cli_local import local_commands
+from node.cli_operator import operator_commands
+from node.cli_swarm import swarm_commands
 from node.terminal import show_error
-from protocol.errors import BlockswarmError
+from protocol.errors import BlockswarmError, UsageError
 from protocol.version import PACKAGE_VERSION, PROTOCOL_MAJOR, PROTOCOL_MINOR
 
 HELP = """Train one model in blocks, each block alone on a local denoising objective.
@@ -22,40 +27,66 @@ On one machine, with no network:
   blockswarm eval model/                      honest cross entropy, per block and composed
   blockswarm generate model/ --prompt "def "  let it write
   blockswarm probe model/                     does any block read its own target?
+  blockswarm demo                             all of it, in a few minutes
 
-Every command explains its options with --help.
+\b
+In a swarm:
+  blockswarm init run.toml                    describe a run
+  blockswarm seed run.toml                    start it, and print how others join
+  blockswarm join ADDRESS                     train a block of it
+  blockswarm peers --light ADDRESS            look at it from outside
+
+Bring your own text with --data FILE-OR-FOLDER. Every command explains its options with --help.
 """
 
 
-@click.group(help=HELP, context_settings={"help_option_names": ["-h", "--help"]})
+@click.group(
+    help=HELP,
+    context_settings={"help_option_names": ["-h", "--help"]},
+    invoke_without_command=True,
+)
 @click.version_option(
     PACKAGE_VERSION,
+    "-V",
+    "--version",
     message=f"blockswarm %(version)s (protocol {PROTOCOL_MAJOR}.{PROTOCOL_MINOR})",
 )
-def cli() -> None:
-    pass
+@click.pass_context
+def cli(context: click.Context) -> None:
+    if context.invoked_subcommand is None:
+        click.echo(context.get_help())
 
 
-for _command in local_commands:
+for _command in (*local_commands, *operator_commands, *swarm_commands, *light_commands):
     cli.add_command(_command)
 
 
 def main() -> None:
     """The installed command."""
+    # Threads that wait for one another should sleep, not spin: a host has other work, and spinning
+    # made training many times slower on a busy machine. Read when torch is loaded, so set here.
+    os.environ.setdefault("OMP_WAIT_POLICY", "PASSIVE")
     try:
-        cli.main(standalone_mode=False)
+        cli.main(prog_name="blockswarm", standalone_mode=False)
+        sys.stdout.flush()
     except BlockswarmError as error:
-        show_error(error)
+        show_error(error, _help_command())
         sys.exit(2)
     except click.ClickException as error:
-        error.show()
+        show_error(UsageError(error.format_message()), _help_command())
         sys.exit(2)
     except (click.Abort, KeyboardInterrupt):
         print("stopped", file=sys.stderr)
         sys.exit(130)
     except BrokenPipeError:
-        sys.stderr.close()  # the reader of our output has left; there is nobody to tell
+        # The reader of our output has left. What is still buffered must not fail at exit.
+        os.dup2(os.open(os.devnull, os.O_WRONLY), sys.stdout.fileno())
         sys.exit(141)
+
+
+def _help_command() -> str:
+    named = sys.argv[1] if len(sys.argv) > 1 else ""
+    return f"blockswarm {named} --help" if named in cli.commands else "blockswarm --help"
 
 
 if __name__ == "__main__":

@@ -5,39 +5,48 @@ Imports of torch happen inside the commands: `blockswarm --help` should not take
 
 from __future__ import annotations
 
-import json
-import sys
+import shlex
 from pathlib import Path
-from typing import TYPE_CHECKING, Any, TypeVar
+from typing import Any, TypeVar, get_args
 
 import click
+from click.core import ParameterSource
 
-from protocol.errors import UsageError
-
-if TYPE_CHECKING:
-    from node.data import Corpus
-    from swarm.evaluate import Evaluation
-    from swarm.run import Run
+from node.cli_report import (
+    evaluation_facts,
+    print_evaluation,
+    print_json,
+    print_probe,
+    print_training,
+)
+from node.terminal import ByteWriter
+from swarm.run import Coupling, Objective
 
 F = TypeVar("F", bound=Any)
 
 DATA_HELP = "python (this machine's CPython library), wikitext-2, wikitext-103, or a path."
+FOLDER = click.Path(path_type=Path)
+DEMO_BYTES = 16384  # test bytes for the demo's figures: seconds, not minutes
+SIZE = click.IntRange(min=1)
+SEED = click.IntRange(0, 2**62)
 
 
 def _compute_options(command: F) -> F:
-    command = click.option("--threads", type=int, help="CPU threads (default: torch's choice).")(
-        command
-    )
-    return click.option(
+    threads = click.option("--threads", type=int, help="CPU threads (default: torch's choice).")
+    device = click.option(
         "--device", default="auto", show_default=True, help="auto, cpu, cuda, cuda:1, mps."
-    )(command)
+    )
+    return device(threads(command))
 
 
 json_option = click.option("--json", "as_json", is_flag=True, help="One JSON object on stdout.")
+without_option = click.option(
+    "--without", type=int, multiple=True, help="Leave this block out (repeatable)."
+)
 
 
-@click.command()
-@click.option("-o", "--out", type=click.Path(path_type=Path), required=True, help="Model folder.")
+@click.command(short_help="Train all blocks on this machine.")
+@click.option("-o", "--out", type=FOLDER, required=True, help="Model folder to write.")
 @click.option("--data", default="python", show_default=True, help=DATA_HELP)
 @click.option("--blocks", type=int, default=4, show_default=True, help="Blocks in the model.")
 @click.option("--layers", type=int, default=2, show_default=True, help="Layers in a block.")
@@ -45,9 +54,19 @@ json_option = click.option("--json", "as_json", is_flag=True, help="One JSON obj
 @click.option("--heads", type=int, default=4, show_default=True, help="Attention heads.")
 @click.option("--context", type=int, default=128, show_default=True, help="Bytes of context.")
 @click.option(
-    "--coupling", default="look_ahead", show_default=True, help="independent, relay, look_ahead."
+    "--coupling",
+    type=click.Choice(get_args(Coupling)),
+    default="look_ahead",
+    show_default=True,
+    help="What a block sees of the others.",
 )
-@click.option("--objective", default="bayes", show_default=True, help="bayes, edm, plain.")
+@click.option(
+    "--objective",
+    type=click.Choice(get_args(Objective)),
+    default="bayes",
+    show_default=True,
+    help="How z enters; plain is the control without z.",
+)
 @click.option("--sigma-min", type=float, default=5.0, show_default=True, help="Lowest noise.")
 @click.option("--sigma-max", type=float, default=10.0, show_default=True, help="Highest noise.")
 @click.option(
@@ -62,70 +81,52 @@ json_option = click.option("--json", "as_json", is_flag=True, help="One JSON obj
 )
 @click.option("--batch", type=int, default=8, show_default=True, help="Windows in a step.")
 @click.option("--learning-rate", type=float, default=3e-3, show_default=True, help="At its peak.")
-@click.option("--seed", type=int, default=0, show_default=True, help="Of everything random.")
-@click.option("--resume", is_flag=True, help="Go on where a cut-off run in --out stopped.")
+@click.option("--seed", type=SEED, default=0, show_default=True, help="Of everything random.")
+@click.option("--resume", is_flag=True, help="Go on with the run in --out that was cut off.")
+@click.option("--overwrite", is_flag=True, help="Replace the model or the run in --out.")
 @click.option(
-    "--evaluate-bytes", type=int, default=65536, show_default=True, help="Test bytes for the CE."
+    "--save-every",
+    type=click.FloatRange(min=0),
+    default=30.0,
+    show_default=True,
+    help="Seconds between checkpoints.",
+)
+@click.option(
+    "--evaluate-bytes", type=SIZE, default=65536, show_default=True, help="Test bytes for the CE."
 )
 @_compute_options
 @json_option
-def train(out: Path, data: str, resume: bool, as_json: bool, **options: Any) -> None:
+@click.pass_context
+def train(ctx: click.Context, /, out: Path, as_json: bool, **options: Any) -> None:
     """Train all blocks on this machine and write a model folder.
 
     Each block has its own worker, which updates that block only and sees other blocks as frozen
     copies, as it would in a swarm. Ctrl-C saves; `--resume -o FOLDER` goes on, also after kill -9.
     """
-    from node.data import load_corpus
-    from node.device import choose_device, make_deterministic
-    from node.local_training import LocalTraining, checkpoint_run
-    from node.terminal import TrainingDisplay, stop_on_signals
+    from node.local_jobs import train_blocks
 
-    make_deterministic(options["threads"])
-    device = choose_device(options["device"])
-    if resume:
-        run, data = checkpoint_run(out)
-    else:
-        run = _run_of(options)
-        if (out / "checkpoint.safetensors").exists():
-            raise UsageError(
-                f"{out} holds a run that was cut off",
-                f"go on with it: blockswarm train --resume -o {out}",
-            )
-    training = LocalTraining(run, load_corpus(data), data, out, device)
-    if resume:
-        training.load_checkpoint()
-    if not as_json:
-        _say_plan(run, training.corpus, device.type)
-    with stop_on_signals() as stop, TrainingDisplay(quiet=as_json) as display:
-        finished = training.train(display, stop, evaluate_bytes=options["evaluate_bytes"])
-    if finished is None:
-        print(
-            f"saved at step {training.swarm.steps_done}; go on with:\n"
-            f"  blockswarm train --resume -o {out}",
-            file=sys.stderr,
-        )
-        raise click.Abort
-    result = {
-        "model": str(out),
-        "seconds": finished.seconds,
-        "ce_before_nats": finished.before.ce_nats,
-        "leak_nats": training.leak_nats,
-        **_evaluation_facts(finished.after, "test", training.corpus),
-    }
+    typed = ParameterSource.COMMANDLINE
+    given = {name for name in options if ctx.get_parameter_source(name) is typed}
+    facts = train_blocks(out, options, given)
     if as_json:
-        print(json.dumps(result))
+        print_json(facts)
         return
-    print(f"CE {finished.before.ce_nats:.3f} -> {finished.after.ce_nats:.3f} nats per byte")
-    _print_evaluation(finished.after, training.corpus, "test")
-    print(f'model folder: {out}\nlet it write: blockswarm generate {out} --prompt "..."')
+    print_training(facts)
+    print(f'let it write: blockswarm generate {shlex.quote(str(out))} --prompt "..."')
 
 
-@click.command("eval")
-@click.argument("model", type=click.Path(path_type=Path))
+@click.command("eval", short_help="Honest cross entropy, per block and composed.")
+@click.argument("model", type=FOLDER)
 @click.option("--data", default=None, help=f"Default: what it was trained on. {DATA_HELP}")
-@click.option("--split", type=click.Choice(["train", "valid", "test"]), default="test")
-@click.option("--limit-bytes", type=int, default=250_000, show_default=True, help="At most.")
-@click.option("--without", type=int, multiple=True, help="Leave this block out (repeatable).")
+@click.option(
+    "--split",
+    type=click.Choice(["train", "valid", "test"]),
+    default="test",
+    show_default=True,
+    help="Which part of the data.",
+)
+@click.option("--limit-bytes", type=SIZE, default=250_000, show_default=True, help="At most.")
+@without_option
 @_compute_options
 @json_option
 def evaluate(
@@ -138,83 +139,67 @@ def evaluate(
     **options: Any,
 ) -> None:
     """Honest cross entropy of a model folder: no block ever sees the byte it predicts."""
-    composed, corpus = _load(model, data, without, options)
+    from node.local_jobs import load_with_corpus
     from node.local_training import held_out_batches
     from swarm.evaluate import honest_ce
 
+    composed, corpus = load_with_corpus(model, data, without, options)
     batches = held_out_batches(corpus, split, composed.run.model.context, limit_bytes)
-    result = honest_ce(composed, batches)
-    if as_json:
-        print(json.dumps(_evaluation_facts(result, split, corpus)))
-    else:
-        _print_evaluation(result, corpus, split)
+    facts = evaluation_facts(honest_ce(composed, batches), split, corpus)
+    (print_json if as_json else print_evaluation)(facts)
 
 
-@click.command()
-@click.argument("model", type=click.Path(path_type=Path))
+@click.command(short_help="Does any block read its own target?")
+@click.argument("model", type=FOLDER)
 @click.option("--data", default=None, help=f"Default: what it was trained on. {DATA_HELP}")
-@click.option("--limit-bytes", type=int, default=65536, show_default=True, help="At most.")
+@click.option("--limit-bytes", type=SIZE, default=65536, show_default=True, help="At most.")
+@without_option
 @_compute_options
 @json_option
-def probe(model: Path, data: str | None, limit_bytes: int, as_json: bool, **options: Any) -> None:
+def probe(
+    model: Path,
+    data: str | None,
+    limit_bytes: int,
+    without: tuple[int, ...],
+    as_json: bool,
+    **options: Any,
+) -> None:
     """Show each block's teacher-forced CE beside its honest CE, on the test split.
 
     Teacher-forced, z is made from the byte to be predicted, as in training. A block whose
     teacher-forced CE is far below its honest CE reads its target out of z and has learnt little.
     """
-    composed, corpus = _load(model, data, (), options)
-    from node.local_training import held_out_batches
-    from swarm.evaluate import honest_ce, teacher_forced_ce
-    from swarm.noise import block_interval
+    from node.local_jobs import load_with_corpus, probe_blocks
 
-    batches = held_out_batches(corpus, "test", composed.run.model.context, limit_bytes)
-    honest = honest_ce(composed, batches)
-    rows: list[dict[str, Any]] = []
-    for index, own in enumerate(honest.block_ce_nats):
-        if own is None:
-            continue
-        teacher = teacher_forced_ce(composed, batches, index)
-        interval = block_interval(composed.run.noise, composed.run.model.blocks, index)
-        rows.append(
-            {
-                "block": index,
-                "sigma_low": interval.low,
-                "sigma_high": interval.high,
-                "teacher_forced_ce_nats": teacher,
-                "honest_ce_nats": own,
-                "leak_nats": own - teacher,
-            }
-        )
-    limit = composed.run.noise.leak_limit_nats
-    leaking = [row["block"] for row in rows if row["leak_nats"] > limit]
-    if as_json:
-        print(json.dumps({"rows": rows, "leak_limit_nats": limit, "leaking_blocks": leaking}))
-        return
-    print("block  sigma            teacher-forced CE  honest CE  difference")
-    for row in rows:
-        print(
-            f"{row['block']:>5}  {row['sigma_low']:6.3f}..{row['sigma_high']:<7.3f}"
-            f"  {row['teacher_forced_ce_nats']:17.4f}  {row['honest_ce_nats']:9.4f}"
-            f"  {row['leak_nats']:10.4f}"
-        )
-    verdict = f"blocks {leaking} read their target" if leaking else "no block reads its target"
-    print(f"{verdict} (limit {limit:g} nats)")
+    composed, corpus = load_with_corpus(model, data, without, options)
+    facts = probe_blocks(composed, corpus, limit_bytes)
+    (print_json if as_json else print_probe)(facts)
 
 
-@click.command()
-@click.argument("model", type=click.Path(path_type=Path))
+@click.command(short_help="Let a model write.")
+@click.argument("model", type=FOLDER)
 @click.option("--prompt", default="\n", help="Text to go on from.")
-@click.option("--length", type=click.IntRange(1, 1_000_000), default=256, show_default=True)
+@click.option(
+    "--length",
+    type=click.IntRange(1, 1_000_000),
+    default=256,
+    show_default=True,
+    help="Bytes to write.",
+)
+@click.option("--greedy", is_flag=True, help="Always the likeliest byte; same as --temperature 0.")
 @click.option("--temperature", type=float, default=0.8, show_default=True, help="0 is greedy.")
-@click.option("--top-k", type=int, default=0, show_default=True, help="Only the k likeliest bytes.")
-@click.option("--seed", type=int, default=0, show_default=True)
-@click.option("--without", type=int, multiple=True, help="Leave this block out (repeatable).")
+@click.option(
+    "--top-k", type=int, default=0, show_default=True, help="Only the k likeliest bytes; 0: all."
+)
+@click.option("--seed", type=SEED, default=0, show_default=True, help="Of the sampling.")
+@without_option
 @_compute_options
 @json_option
 def generate(
     model: Path,
     prompt: str,
     length: int,
+    greedy: bool,
     temperature: float,
     top_k: int,
     seed: int,
@@ -222,128 +207,48 @@ def generate(
     as_json: bool,
     **options: Any,
 ) -> None:
-    """Let a model write: bytes that follow the prompt, streamed as they come."""
+    """Let a model write: bytes that follow the prompt, streamed as they come.
+
+    The model writes bytes. Into a pipe they go as they are; on a terminal those that are not
+    UTF-8 text are shown as a replacement character.
+    """
+    from node.local_jobs import load_composed, write_text
     from swarm.generate import Sampling
-    from swarm.generate import generate as write
 
-    sampling = Sampling(temperature, top_k, seed)
-    composed = _load_composed(model, without, options)
-    written = bytearray()
-    if not as_json:
-        sys.stdout.write(prompt)
-    for byte in write(composed, prompt.encode(), length, sampling):
-        written.append(byte)
-        if not as_json:
-            sys.stdout.buffer.write(bytes([byte]))
-            sys.stdout.flush()
+    sampling = Sampling(0.0 if greedy else temperature, top_k, seed)
+    composed = load_composed(model, without, options)
+    facts = write_text(composed, prompt, length, sampling, None if as_json else ByteWriter())
     if as_json:
-        text = written.decode("utf-8", errors="replace")
-        print(json.dumps({"prompt": prompt, "text": text, "length_bytes": len(written)}))
-    else:
-        print()
+        print_json(facts)
 
 
-@click.command()
-@click.option("-o", "--out", type=click.Path(path_type=Path), default=Path("runs/demo"))
-@click.option("--steps", type=int, default=600, show_default=True)
+@click.command(short_help="Train, probe and generate in under 3 minutes.")
+@click.option(
+    "-o", "--out", type=FOLDER, default=Path("runs/demo"), show_default=True, help="Model folder."
+)
+@click.option("--steps", type=int, default=300, show_default=True, help="Steps of every block.")
+@_compute_options
 @json_option
 @click.pass_context
-def demo(context: click.Context, out: Path, steps: int, as_json: bool) -> None:
+def demo(ctx: click.Context, /, out: Path, steps: int, as_json: bool, **options: Any) -> None:
     """Train, compose and generate on the text of CPython's own library, in under 3 minutes."""
-    (out / "checkpoint.safetensors").unlink(missing_ok=True)
-    shared = {"threads": None, "device": "auto"}
-    context.invoke(train, out=out, steps=steps, as_json=as_json, **shared)
+    from node.local_jobs import load_with_corpus, probe_blocks, train_blocks, write_text
+    from swarm.generate import Sampling
+
+    defaults = train.make_context("train", ["-o", str(out)], parent=ctx).params
+    fixed = {"steps": steps, "overwrite": True, "evaluate_bytes": DEMO_BYTES}
+    trained = train_blocks(out, {**defaults, **options, **fixed}, set())
+    composed, corpus = load_with_corpus(out, None, (), options)
     if not as_json:
-        print("\nwhat each block reads of its target, and what it knows:")
-    context.invoke(probe, model=out, limit_bytes=16384, as_json=as_json, **shared)
+        print_training(trained)
+        print("\nwhat each block reads of its target, and what it knows without it:")
+    probed = probe_blocks(composed, corpus, DEMO_BYTES)
     if not as_json:
+        print_probe(probed)
         print("\na text it wrote:")
-    context.invoke(generate, model=out, prompt="def ", length=240, as_json=as_json, **shared)
+    written = write_text(composed, "def ", 240, Sampling(), None if as_json else ByteWriter())
+    if as_json:
+        print_json({"train": trained, "probe": probed, "generate": written})
 
 
 local_commands = (train, evaluate, generate, probe, demo)
-
-
-def _run_of(options: dict[str, Any]) -> Run:
-    from swarm.run import ModelShape, Noise, Run, Training
-
-    return Run(
-        model=ModelShape(
-            blocks=options["blocks"],
-            layers=options["layers"],
-            width=options["width"],
-            heads=options["heads"],
-            context=options["context"],
-            coupling=options["coupling"],
-        ),
-        noise=Noise(
-            sigma_min=options["sigma_min"],
-            sigma_max=options["sigma_max"],
-            leak_limit_nats=options["leak_limit"],
-            adaptive=options["adaptive_sigma"],
-        ),
-        training=Training(
-            objective=options["objective"],
-            steps=options["steps"],
-            steps_per_round=options["steps_per_round"],
-            batch=options["batch"],
-            learning_rate=options["learning_rate"],
-        ),
-        seed=options["seed"],
-    )
-
-
-def _load_composed(model: Path, without: tuple[int, ...], options: dict[str, Any]) -> Any:
-    from node.device import choose_device, make_deterministic
-    from node.model_folder import load_model
-
-    make_deterministic(options["threads"])
-    composed, _ = load_model(model, choose_device(options["device"]), frozenset(without))
-    return composed
-
-
-def _load(
-    model: Path, data: str | None, without: tuple[int, ...], options: dict[str, Any]
-) -> tuple[Any, Corpus]:
-    from node.data import load_corpus
-    from node.model_folder import read_manifest
-
-    composed = _load_composed(model, without, options)
-    spec = data or read_manifest(model).get("data", {}).get("spec", "python")
-    corpus = load_corpus(spec)
-    corpus.require_window(composed.run.model.context)
-    return composed, corpus
-
-
-def _say_plan(run: Run, corpus: Corpus, device: str) -> None:
-    shape, training = run.model, run.training
-    seen = training.steps * training.batch * shape.context
-    print(
-        f"{shape.blocks} blocks of {shape.layers} layers, width {shape.width}, {shape.coupling}, "
-        f"{training.objective}, sigma {run.noise.sigma_min:g}..{run.noise.sigma_max:g}; "
-        f"{seen / 1e6:.1f} MB of {corpus.name} a block, on {device}",
-        file=sys.stderr,
-    )
-
-
-def _evaluation_facts(result: Evaluation, split: str, corpus: Corpus) -> dict[str, Any]:
-    return {
-        "ce_nats": result.ce_nats,
-        "bits_per_byte": result.bits_per_byte,
-        "perplexity": result.perplexity,
-        "block_ce_nats": list(result.block_ce_nats),
-        "size_bytes": result.size_bytes,
-        "split": split,
-        "data": corpus.name,
-        "data_sha256": corpus.sha256,
-    }
-
-
-def _print_evaluation(result: Evaluation, corpus: Corpus, split: str) -> None:
-    print(f"honest CE over {result.size_bytes} bytes of {corpus.name}, {split} split:")
-    for index, ce in enumerate(result.block_ce_nats):
-        print(f"  block {index}    " + ("left out" if ce is None else f"{ce:.4f} nats per byte"))
-    print(
-        f"  composed   {result.ce_nats:.4f} nats per byte = {result.bits_per_byte:.4f} bits per "
-        f"byte, perplexity {result.perplexity:.3f}"
-    )

@@ -7,8 +7,8 @@ person sees of it is the caller's, through `Report`.
 from __future__ import annotations
 
 import json
+import math
 import time
-from collections.abc import Callable
 from dataclasses import dataclass
 from pathlib import Path
 from typing import Any
@@ -17,10 +17,13 @@ import safetensors
 import torch
 from safetensors.torch import save_file
 
-from node.atomic import write_atomically
-from node.data import Corpus, WindowStream, evaluation_windows, stream_seed
-from node.model_folder import save_model
-from protocol.errors import ModelError, UsageError
+from node.atomic import remove_file, write_atomically
+from node.data import Corpus
+from node.device import autocast_dtype
+from node.model_folder import MANIFEST, save_model
+from node.progress import Progress, Report, StopAsked
+from node.windows import WindowStream, evaluation_windows, stream_seed
+from protocol.errors import BlockswarmError, ModelError, UsageError
 from swarm.composition import ComposedModel, fit_composition
 from swarm.coupling import composed_versions
 from swarm.evaluate import Evaluation, honest_ce
@@ -30,21 +33,8 @@ from swarm.run import Run
 
 CHECKPOINT = "checkpoint.safetensors"
 EVALUATION_BATCH = 64
-
-
-@dataclass(frozen=True)
-class Progress:
-    """Where a run stands. `loss_nats` is the last block's training loss, smoothed: not its CE."""
-
-    step: int
-    steps: int
-    loss_nats: float
-    bytes_per_s: float
-    valid_ce_nats: float | None
-
-
-Report = Callable[[Progress], None]
-StopAsked = Callable[[], bool]
+FIT_BYTES = 32768  # one weight a block and a temperature need no more
+GLANCE_BYTES = 8192  # for the CE that is shown while a run is under way
 
 
 @dataclass(frozen=True)
@@ -61,12 +51,10 @@ def held_out_batches(
     corpus: Corpus, split: str, context: int, limit_bytes: int
 ) -> list[torch.Tensor]:
     """Windows of a split in order, as int64 batches."""
-    windows = evaluation_windows(getattr(corpus, split), context, limit_bytes, split)
-    return [torch.from_numpy(w.copy()).long() for w in _split(windows)]
-
-
-def _split(windows: Any) -> list[Any]:
-    return [windows[i : i + EVALUATION_BATCH] for i in range(0, len(windows), EVALUATION_BATCH)]
+    name = f"the {split} split of {corpus.name}"
+    windows = evaluation_windows(getattr(corpus, split), context, limit_bytes, name)
+    starts = range(0, len(windows), EVALUATION_BATCH)
+    return [torch.from_numpy(windows[i : i + EVALUATION_BATCH].copy()).long() for i in starts]
 
 
 def check_leak(run: Run, corpus: Corpus) -> float:
@@ -78,7 +66,7 @@ def check_leak(run: Run, corpus: Corpus) -> float:
 
 
 class LocalTraining:
-    """A run in progress in a folder."""
+    """A run in progress in a folder, which the caller holds (`node.atomic.hold_folder`)."""
 
     def __init__(
         self, run: Run, corpus: Corpus, data_spec: str, folder: Path, device: torch.device
@@ -87,7 +75,9 @@ class LocalTraining:
         self.leak_nats = check_leak(run, corpus)
         self.run, self.corpus, self.data_spec = run, corpus, data_spec
         self.folder, self.device = folder, device
-        self.swarm = LocalSwarm(run, device)
+        self.swarm = LocalSwarm(run, device, autocast_dtype(device))
+        self.before: Evaluation | None = None
+        self.seconds = 0.0  # of training, earlier sittings of a resumed run included
         self.stream = WindowStream(
             corpus.train,
             run.model.context,
@@ -103,62 +93,87 @@ class LocalTraining:
         save_every_s: float = 30.0,
         evaluate_bytes: int = 65536,
     ) -> Finished | None:
-        """Train to the end; or until asked to stop: then a checkpoint is saved and None returned."""
-        run, total = self.run, self.run.training.steps
-        started = saved = time.monotonic()
-        first_step, smooth = self.swarm.steps_done, float("nan")
-        before = self._evaluate(evaluate_bytes) if first_step == 0 else None
-        quick_ce: float | None = None
-        while self.swarm.steps_done < total:
-            if stop_asked():
-                self.save_checkpoint(before)
-                return None
-            windows = torch.from_numpy(self.stream.batch_at(self.swarm.steps_done)).long()
-            windows = windows.to(self.device)
-            losses = self.swarm.step(windows[:, :-1], windows[:, 1:])
-            loss = losses[-1].own_nats
-            smooth = loss if smooth != smooth else 0.95 * smooth + 0.05 * loss
-            done = self.swarm.steps_done
-            if done % max(1, total // 10) == 0 and done < total:
-                quick_ce = self._evaluate(8192).ce_nats
-                if run.noise.adaptive:
-                    self.swarm.adapt_sigmas(self._held_out("valid", 8192))
-            seconds = time.monotonic() - started
-            seen = (done - first_step) * run.training.batch * run.model.context
-            report(Progress(done, total, smooth, seen / max(seconds, 1e-9), quick_ce))
-            if time.monotonic() - saved > save_every_s:
-                self.save_checkpoint(before)
-                saved = time.monotonic()
-        return self._finish(before, evaluate_bytes, time.monotonic() - started)
+        """Train to the end, or until asked to stop: then a checkpoint is saved and None returned.
 
-    def _finish(self, before: Evaluation | None, limit_bytes: int, seconds: float) -> Finished:
-        fit = torch.cat(self._held_out("valid", 65536)).to(self.device)
+        The first checkpoint is written before the first step: a folder that cannot be written to
+        is found out at once, and kill -9 at any moment leaves something to resume.
+        """
+        before = self.before = self.before or self._evaluate("test", evaluate_bytes)
+        if self.swarm.steps_done == 0:
+            self.save_checkpoint()
+        clock = _Clock(self.swarm.steps_done, self.seconds)
+        saved_s, smooth, ce = clock.seconds(), math.nan, None
+        while self.swarm.steps_done < self.run.training.steps:
+            if stop_asked():
+                self.save_checkpoint()
+                return None
+            loss = self._step()
+            smooth = loss if math.isnan(smooth) else 0.95 * smooth + 0.05 * loss
+            ce = self._glance() or ce
+            self.seconds = clock.seconds()
+            report(self._progress(clock, smooth, ce))
+            if self.seconds - saved_s > save_every_s:
+                self.save_checkpoint()
+                saved_s = clock.seconds()
+        return self._finish(before, evaluate_bytes)
+
+    def _step(self) -> float:
+        step = self.swarm.steps_done
+        windows = torch.from_numpy(self.stream.batch_at(step)).long().to(self.device)
+        losses = self.swarm.step(windows[:, :-1], windows[:, 1:])
+        slower = min(3e-3, self.run.training.learning_rate / 3)
+        for block, loss in enumerate(losses):
+            if not math.isfinite(loss.own_nats):
+                raise UsageError(
+                    f"block {block} diverged: its loss at step {step} is {loss.own_nats}",
+                    f"--learning-rate {slower:.2g}, in a new folder",
+                )
+        return losses[-1].own_nats
+
+    def _glance(self) -> float | None:
+        """Ten times in a run: the CE so far, and sigmas that follow the measured leak."""
+        done, total = self.swarm.steps_done, self.run.training.steps
+        if done % max(1, total // 10) or done == total:
+            return None
+        if self.run.noise.adaptive:
+            self.swarm.adapt_sigmas(self._held_out("valid", GLANCE_BYTES))
+        return self._evaluate("valid", GLANCE_BYTES).ce_nats
+
+    def _progress(self, clock: _Clock, loss_nats: float, ce: float | None) -> Progress:
+        done, total = self.swarm.steps_done, self.run.training.steps
+        steps_per_s = (done - clock.first_step) / max(clock.this_sitting_s(), 1e-9)
+        size_bytes = self.run.training.batch * self.run.model.context
+        left_s = (total - done) / steps_per_s
+        return Progress(done, total, loss_nats, steps_per_s * size_bytes, left_s, ce)
+
+    def _finish(self, before: Evaluation, limit_bytes: int) -> Finished:
+        fit = torch.cat(self._held_out("valid", FIT_BYTES)).to(self.device)
         model = fit_composition(self._model(), fit[:, :-1], fit[:, 1:])
-        after = self._evaluate(limit_bytes, model)
-        before = before or self._before or after
+        after = self._evaluate("test", limit_bytes, model)
         newest = self.swarm.versions.newest + 1
         staggered = self.run.model.relays and self.run.training.staggered
         versions = composed_versions(self.run.model.blocks, newest, staggered)
         save_model(self.folder, model, list(versions), self._facts(before, after))
-        (self.folder / CHECKPOINT).unlink(missing_ok=True)
-        return Finished(model, before, after, seconds)
+        discard_checkpoint(self.folder)
+        return Finished(model, before, after, self.seconds)
 
     def _model(self) -> ComposedModel:
         return ComposedModel(self.run, self.swarm.composed_blocks())
 
-    def _evaluate(self, limit_bytes: int, model: ComposedModel | None = None) -> Evaluation:
-        """Honest CE on the test split; the composition is fitted on the valid split."""
-        return honest_ce(model or self._model(), self._held_out("test", limit_bytes))
+    def _evaluate(
+        self, split: str, limit_bytes: int, model: ComposedModel | None = None
+    ) -> Evaluation:
+        """Honest CE. Reported on the test split, which nothing is fitted or chosen on."""
+        return honest_ce(model or self._model(), self._held_out(split, limit_bytes))
 
     def _held_out(self, split: str, limit_bytes: int) -> list[torch.Tensor]:
         return held_out_batches(self.corpus, split, self.run.model.context, limit_bytes)
 
     def _facts(self, before: Evaluation, after: Evaluation) -> dict[str, Any]:
+        training, shape = self.run.training, self.run.model
         return {
             "data": {"spec": self.data_spec, "source": self.corpus.source, **self._corpus_id()},
-            "trained_bytes_per_block": self.run.training.steps
-            * self.run.training.batch
-            * self.run.model.context,
+            "trained_bytes_per_block": training.steps * training.batch * shape.context,
             "leak_nats": self.leak_nats,
             "evaluation": {
                 "split": "test",
@@ -174,19 +189,19 @@ class LocalTraining:
 
     # Checkpoints.
 
-    _before: Evaluation | None = None
-
-    def save_checkpoint(self, before: Evaluation | None) -> None:
+    def save_checkpoint(self) -> None:
         """Everything that a resumed run needs, in one file that is there whole or not at all."""
+        assert self.before is not None
         tensors, numbers = self.swarm.state()
-        self._before = before or self._before
         facts = {
             "run": self.run.to_dict(),
             "data_spec": self.data_spec,
             "corpus": self._corpus_id(),
+            "threads": torch.get_num_threads(),
             "numbers": numbers,
-            "ce_before": self._before.ce_nats if self._before else None,
-            "before_bytes": self._before.size_bytes if self._before else 0,
+            "seconds": self.seconds,
+            "ce_before_nats": self.before.ce_nats,
+            "before_bytes": self.before.size_bytes,
         }
         contiguous = {k: v.detach().cpu().contiguous() for k, v in tensors.items()}
         write_atomically(
@@ -198,35 +213,77 @@ class LocalTraining:
         facts, tensors = _read_checkpoint(self.folder)
         if facts["corpus"] != self._corpus_id():
             raise UsageError(
-                "the data is not what this run was started on: its hash differs",
-                f"give the same text as before (--data {facts['data_spec']}), or a new folder",
+                f"{self.data_spec} is not the text that the run in {self.folder} was started on",
+                f"give that text with --data (it was {facts['data_spec']}), or start a new folder",
             )
         self.swarm.load_state(tensors, facts["numbers"])
-        if facts.get("ce_before") is not None:
-            self._before = Evaluation(facts["ce_before"], (), facts["before_bytes"])
+        self.seconds = float(facts["seconds"])
+        self.before = Evaluation(float(facts["ce_before_nats"]), (), int(facts["before_bytes"]))
 
 
-def checkpoint_run(folder: Path) -> tuple[Run, str]:
-    """The run and the data of the checkpoint in a folder: `--resume` needs no other option."""
+class _Clock:
+    """Seconds of training: in this sitting, and with those of earlier ones."""
+
+    def __init__(self, first_step: int, earlier_s: float) -> None:
+        self.first_step, self.earlier_s = first_step, earlier_s
+        self.started = time.monotonic()
+
+    def this_sitting_s(self) -> float:
+        return time.monotonic() - self.started
+
+    def seconds(self) -> float:
+        return self.earlier_s + self.this_sitting_s()
+
+
+@dataclass(frozen=True)
+class CutOffRun:
+    """What a checkpoint says of its run: `--resume` needs no other option."""
+
+    run: Run
+    data_spec: str
+    threads: int
+    """Equal bits need an equal number of threads."""
+
+
+def cut_off_run(folder: Path) -> CutOffRun:
     facts, _ = _read_checkpoint(folder)
-    return Run.from_dict(facts["run"]), str(facts["data_spec"])
+    try:
+        return CutOffRun(
+            Run.from_dict(facts["run"]), str(facts["data_spec"]), int(facts["threads"])
+        )
+    except (UsageError, TypeError, ValueError) as error:
+        raise _damaged(folder / CHECKPOINT, error) from error
+
+
+def has_checkpoint(folder: Path) -> bool:
+    return (folder / CHECKPOINT).exists()
+
+
+def discard_checkpoint(folder: Path) -> None:
+    remove_file(folder / CHECKPOINT)
 
 
 def _read_checkpoint(folder: Path) -> tuple[dict[str, Any], dict[str, torch.Tensor]]:
     path = folder / CHECKPOINT
     if not path.exists():
+        if (folder / MANIFEST).exists():
+            raise UsageError(f"the run in {folder} has ended", f"blockswarm eval {folder}")
         raise UsageError(
-            f"there is nothing to resume in {folder}",
-            f"start a run with: blockswarm train -o {folder}",
+            f"there is nothing to resume in {folder}", f"blockswarm train -o {folder} starts a run"
         )
+    needed = {"run", "data_spec", "corpus", "threads", "numbers", "seconds"}
+    needed |= {"ce_before_nats", "before_bytes"}
     try:
         with safetensors.safe_open(path, framework="pt") as file:
             facts = json.loads((file.metadata() or {})["blockswarm"])
             tensors = {name: file.get_tensor(name) for name in file.keys()}  # noqa: SIM118
-        if not {"run", "data_spec", "corpus", "numbers"} <= set(facts):
-            raise KeyError("run")
+        if not isinstance(facts, dict) or not needed <= set(facts):
+            raise ValueError("its description is incomplete")
     except (OSError, safetensors.SafetensorError, KeyError, ValueError) as error:
-        raise ModelError(
-            f"{path} is damaged: {error}", "remove it and start the run again"
-        ) from error
+        raise _damaged(path, error) from error
     return facts, tensors
+
+
+def _damaged(path: Path, error: Exception) -> ModelError:
+    reason = error.message if isinstance(error, BlockswarmError) else error
+    return ModelError(f"{path} is damaged: {reason}", f"remove {path} and start the run again")

@@ -12,25 +12,27 @@ from __future__ import annotations
 
 import hashlib
 import json
+import math
 from collections.abc import Mapping
 from pathlib import Path
-from typing import Any
+from typing import Any, get_args
 
 import safetensors
 import torch
 from safetensors.torch import load_file, save_file
 from torch import Tensor
 
-from node.atomic import write_atomically
+from node.atomic import write_together
 from protocol.errors import ModelError, UsageError
 from protocol.version import PACKAGE_VERSION
 from swarm.composition import ComposedModel
 from swarm.model import Block
-from swarm.run import Run
+from swarm.run import Composition, Run
 
 FORMAT = "blockswarm-model"
 FORMAT_VERSION = 1
 MAX_MANIFEST_BYTES = 1 << 20
+MANIFEST, WEIGHTS = "manifest.json", "model.safetensors"
 
 
 def weights_digest(tensors: Mapping[str, Tensor]) -> str:
@@ -69,8 +71,12 @@ def save_model(
         **facts,
     }
     text = json.dumps(manifest, indent=1, allow_nan=False) + "\n"
-    write_atomically(folder / "model.safetensors", lambda half: save_file(tensors, half))
-    write_atomically(folder / "manifest.json", lambda half: _write_text(half, text))
+    write_together(
+        {
+            folder / WEIGHTS: lambda half: save_file(tensors, half),
+            folder / MANIFEST: lambda half: _write_text(half, text),
+        }
+    )
 
 
 def load_model(
@@ -78,14 +84,13 @@ def load_model(
 ) -> tuple[ComposedModel, dict[str, Any]]:
     """Read, check against the manifest, and compose. A `ModelError` names what is wrong."""
     manifest = read_manifest(folder)
-    try:
-        run = Run.from_dict(manifest["run"])
-        composition = manifest["composition"]
-        digests = {entry["block"]: entry["digest"] for entry in manifest["blocks"]}
-    except (KeyError, TypeError) as error:
-        raise ModelError(f"{folder}/manifest.json lacks {error}", _HINT) from error
-    except UsageError as error:
-        raise ModelError(f"{folder}/manifest.json: {error.message}", _HINT) from error
+    run, digests = _described_blocks(folder, manifest)
+    for index in sorted(leave_out):
+        if not 0 <= index < run.model.blocks:
+            raise UsageError(
+                f"{folder} has no block {index} to leave out",
+                f"its blocks are 0 to {run.model.blocks - 1}",
+            )
     tensors = _read_tensors(folder)
     blocks: list[Block | None] = []
     for index in range(run.model.blocks):
@@ -93,32 +98,58 @@ def load_model(
             blocks.append(None)
             continue
         blocks.append(_load_block(folder, run, index, tensors, digests[index]).to(device))
+    return _composed(folder, run, blocks, manifest.get("composition")), manifest
+
+
+def _described_blocks(folder: Path, manifest: Mapping[str, Any]) -> tuple[Run, dict[int, str]]:
     try:
-        model = ComposedModel(
-            run,
-            blocks,
-            tuple(float(w) for w in composition["weights"]),
-            float(composition["temperature"]),
-            composition["kind"],
-        )
+        run = Run.from_dict(manifest["run"])
+        digests = {int(entry["block"]): str(entry["digest"]) for entry in manifest["blocks"]}
+    except KeyError as error:
+        raise ModelError(f"{folder / MANIFEST} lacks {error}", _HINT) from error
+    except (TypeError, ValueError) as error:
+        raise ModelError(f"{folder / MANIFEST} has a bad list of blocks", _HINT) from error
+    except UsageError as error:
+        raise ModelError(f"{folder / MANIFEST}: {error.message}", _HINT) from error
+    return run, digests
+
+
+def _composed(
+    folder: Path, run: Run, blocks: list[Block | None], composition: Any
+) -> ComposedModel:
+    try:
+        kind = composition["kind"]
+        weights = tuple(float(weight) for weight in composition["weights"])
+        temperature = float(composition["temperature"])
+        finite = all(map(math.isfinite, (*weights, temperature)))
+        if kind not in get_args(Composition) or not finite or temperature <= 0.0:
+            raise ValueError
+        return ComposedModel(run, blocks, weights, temperature, kind)
     except (KeyError, TypeError, ValueError) as error:
-        raise ModelError(f"{folder}/manifest.json: bad composition ({error})", _HINT) from error
-    return model, manifest
+        raise ModelError(f"{folder / MANIFEST} has a bad composition", _HINT) from error
+    except UsageError as error:
+        raise ModelError(f"{folder}: {error.message}", error.hint or _HINT) from error
 
 
 def read_manifest(folder: Path) -> dict[str, Any]:
-    path = folder / "manifest.json"
+    path = folder / MANIFEST
     try:
         if path.stat().st_size > MAX_MANIFEST_BYTES:
             raise ModelError(f"{path} is larger than a manifest can be", _HINT)
         manifest = json.loads(path.read_text())
-    except FileNotFoundError as error:
+    except (FileNotFoundError, NotADirectoryError) as error:
+        if not folder.exists():
+            raise ModelError(
+                f"no such folder: {folder}", f"blockswarm train -o {folder} makes a model there"
+            ) from error
         raise ModelError(
-            f"{folder} is not a model folder: it has no manifest.json",
-            f"train one with: blockswarm train -o {folder}",
+            f"{folder} is not a model folder: it has no {MANIFEST}",
+            f"blockswarm train -o {folder} makes one",
         ) from error
-    except (OSError, ValueError) as error:
-        raise ModelError(f"{path} cannot be read: {error}", _HINT) from error
+    except OSError as error:
+        raise ModelError(f"{path} cannot be read: {error.strerror}", _HINT) from error
+    except (ValueError, RecursionError) as error:
+        raise ModelError(f"{path} is damaged: {error}", _HINT) from error
     if not isinstance(manifest, dict) or manifest.get("format") != FORMAT:
         raise ModelError(f"{path} is not a manifest of blockswarm", _HINT)
     if manifest.get("format_version") != FORMAT_VERSION:
@@ -131,13 +162,26 @@ def read_manifest(folder: Path) -> dict[str, Any]:
     return manifest
 
 
+def has_model(folder: Path) -> bool:
+    return (folder / MANIFEST).exists()
+
+
+def data_spec(manifest: Mapping[str, Any]) -> str:
+    """What `--data` was when the model was trained."""
+    data = manifest.get("data")
+    spec = data.get("spec") if isinstance(data, dict) else None
+    return spec if isinstance(spec, str) else "python"
+
+
 _HINT = "fetch or train the model again; nothing was loaded"
 
 
 def _read_tensors(folder: Path) -> dict[str, Tensor]:
-    path = folder / "model.safetensors"
+    path = folder / WEIGHTS
     try:
         tensors: dict[str, Tensor] = load_file(path)
+    except FileNotFoundError as error:
+        raise ModelError(f"{folder} has a manifest but no {WEIGHTS}", _HINT) from error
     except (OSError, safetensors.SafetensorError) as error:
         raise ModelError(f"{path} cannot be read: {error}", _HINT) from error
     return tensors
@@ -154,26 +198,43 @@ def _load_block(
     }
     if not state:
         raise ModelError(
-            f"block {index} is missing from {folder}/model.safetensors",
+            f"block {index} is missing from {folder / WEIGHTS}",
             f"{_HINT}; or leave it out with --without {index}",
         )
-    block = Block(run.model, run.training.objective, first=index == 0)
-    for name, parameter in block.state_dict().items():
-        if name not in state:
-            raise ModelError(f"block {index} lacks the tensor {name}", _HINT)
-        if state[name].shape != parameter.shape:
-            raise ModelError(
-                f"block {index}: {name} has the shape {tuple(state[name].shape)}, the manifest's "
-                f"model needs {tuple(parameter.shape)}",
-                _HINT,
-            )
+    _check_tensors(run, index, state)
     if weights_digest(state) != digest:
         raise ModelError(
             f"block {index} was altered: its digest is not the manifest's",
             f"{_HINT}; or leave it out with --without {index}",
         )
+    block = Block(run.model, run.training.objective, first=index == 0)
     block.load_state_dict(state)
     return block
+
+
+def _check_tensors(run: Run, index: int, state: Mapping[str, Tensor]) -> None:
+    """Names, shapes, dtypes and values, before anything is allocated for them.
+
+    The wanted shapes come from a block without storage: a manifest can ask for any size.
+    """
+    with torch.device("meta"):
+        wanted = Block(run.model, run.training.objective, first=index == 0).state_dict()
+    for name, like in wanted.items():
+        if name not in state:
+            raise ModelError(f"block {index} lacks the tensor {name}", _HINT)
+        if state[name].shape != like.shape:
+            raise ModelError(
+                f"block {index}: {name} has the shape {tuple(state[name].shape)}, the manifest's "
+                f"model needs {tuple(like.shape)}",
+                _HINT,
+            )
+        if state[name].dtype != like.dtype:
+            raise ModelError(f"block {index}: {name} is {state[name].dtype}", _HINT)
+        if not bool(state[name].isfinite().all()):
+            raise ModelError(f"block {index}: {name} has values that are not finite", _HINT)
+    for name in state:
+        if name not in wanted:
+            raise ModelError(f"block {index} has an unknown tensor {name}", _HINT)
 
 
 def _write_text(path: Path, text: str) -> None:

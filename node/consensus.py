@@ -1,0 +1,108 @@
+"""A block's consensus as this host holds it: the weights now, the steps back, what it serves.
+
+Decides which data of the log is kept in memory: the steps and encoded updates since the older
+pinned snapshot, and the two snapshots. The log itself, and what an entry means, is `swarm.log`'s.
+Arrays are never changed in place: whoever holds one has a version.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Sequence
+from dataclasses import dataclass
+
+import numpy as np
+
+from node.fetch import Pin, Quanta
+from protocol.frames import content_digest
+from swarm.aggregate import FixedUpdate, add_into, apply_step, compact, weights_digest
+from swarm.log import ConsensusLog, Entry, LogError
+from swarm.updates import UpdateCodec, replay, snapshot_shards
+
+TREND_ROUNDS = 8
+
+
+@dataclass(frozen=True)
+class Snapshot:
+    """The weights of a pinned entry, cut for serving."""
+
+    pin: Pin
+    index: bytes
+    shards: tuple[memoryview, ...]
+
+
+class Consensus:
+    """The weights of one block at the head of a log, and the way to its older versions."""
+
+    def __init__(self, weights: Quanta, codec: UpdateCodec, block: int) -> None:
+        self.weights = weights
+        self.codec, self.block = codec, block
+        self.steps: dict[bytes, FixedUpdate] = {}  # entry digest -> its step
+        self.updates: dict[bytes, list[bytes]] = {}  # entry digest -> the encoded updates in it
+        self.snapshots: dict[bytes, Snapshot] = {}  # entry digest -> its weights
+
+    def step_of(self, delta: FixedUpdate) -> tuple[Quanta, FixedUpdate]:
+        return apply_step(self.weights, delta)
+
+    def trend(self, log: ConsensusLog) -> FixedUpdate | None:
+        """The sum of the last steps; every replica of this head gets the same one.
+
+        None only while the run is younger than its first step: a replica that catches up starts
+        from the older snapshot, so that it has these steps too.
+        """
+        recent = log.entries[1:][-TREND_ROUNDS:]
+        if not recent or any(entry.digest not in self.steps for entry in recent):
+            return None
+        total = np.zeros(len(self.weights), dtype=np.int64)
+        for entry in recent:
+            add_into(total, self.steps[entry.digest])
+        return compact(total)
+
+    def advance(self, entry: Entry, step: FixedUpdate, updates: Sequence[bytes]) -> None:
+        """Make a step whose data is known to be right."""
+        new, made = apply_step(self.weights, step)
+        if weights_digest(new) != entry.weights:
+            raise LogError(f"the step of round {entry.round} does not give its consensus")
+        self.weights = new
+        self.steps[entry.digest], self.updates[entry.digest] = made, list(updates)
+
+    def follow(self, entry: Entry, updates: Sequence[bytes]) -> FixedUpdate:
+        """Make a step from the updates that went into it, as a follower does."""
+        new, step = replay(self.weights, entry, updates, self.codec, self.block)
+        self.weights = new
+        self.steps[entry.digest], self.updates[entry.digest] = step, list(updates)
+        return step
+
+    def roll_back(self, entry: Entry) -> None:
+        step = self.steps.pop(entry.digest)
+        self.updates.pop(entry.digest, None)
+        back = self.weights.astype(np.int64)
+        add_into(back, step, -1)
+        self.weights = back.astype(np.int32)
+
+    def restart(self, entry: Entry, weights: Quanta) -> None:
+        """Start from a fetched snapshot."""
+        if weights_digest(weights) != entry.weights:
+            raise LogError(f"the snapshot of round {entry.round} is not its consensus")
+        self.weights = weights
+        self.steps.clear()
+        self.updates.clear()
+
+    def prune(self, log: ConsensusLog) -> None:
+        """Take a snapshot if one is due, and forget what nobody may ask for any more."""
+        pinned = {entry.digest for entry in log.pinned()}
+        if log.head.digest in pinned and log.head.digest not in self.snapshots:
+            self._pin(log.head)
+        self.snapshots = {d: s for d, s in self.snapshots.items() if d in pinned}
+        kept = {entry.digest for entry in log.steps_kept()}
+        kept |= {entry.digest for entry in log.entries[-TREND_ROUNDS - 1 :]}
+        for held in (self.steps, self.updates):
+            for digest in [d for d in held if d not in kept]:
+                del held[digest]
+
+    def _pin(self, entry: Entry) -> None:
+        index, shards = snapshot_shards(self.weights)
+        pin = Pin(entry.round, entry.digest, content_digest(index))
+        self.snapshots[entry.digest] = Snapshot(pin, index, tuple(shards))
+
+    def snapshot_named(self, name: bytes) -> Snapshot | None:
+        return next((s for s in self.snapshots.values() if s.pin.name == name), None)

@@ -1,0 +1,280 @@
+"""The p2pd child process: what it is told at its start, how its end is noticed, how it is stopped.
+
+Decides the daemon's options (identity, port, interfaces, what it announces, relays) and turns the
+ways in which it fails to start into errors with a next step. Knows nothing of who restarts it
+(`network.py`) or of what travels through it.
+
+hivemind starts p2pd too, but with its environment for the whole process, no way to pass
+`relayDiscovery`, and `is_alive` stays true when the child is dead. Here the child is ours; hivemind
+connects to it as to any running daemon.
+"""
+
+from __future__ import annotations
+
+import asyncio
+import contextlib
+import errno
+import os
+import shutil
+import socket
+import tempfile
+from collections import deque
+from collections.abc import Iterable
+from dataclasses import dataclass
+from importlib.resources import files
+from pathlib import Path
+from typing import Any, Literal
+
+from hivemind.p2p import P2P
+from hivemind.utils.multiaddr import Multiaddr
+
+from node.addresses import listening_on
+from node.transport import Transport
+from protocol.errors import BlockswarmError
+from protocol.identity import peer_from_text
+
+START_S = 20.0  # usually 0.2 to 1.0; a machine under load needs more
+STOP_S = 5.0
+# p2pd ends by itself so long after its last client is gone: no orphans after kill -9.
+ORPHAN_S = 10.0
+ALL_INTERFACES = ("0.0.0.0", "::")  # noqa: S104 (a peer that nobody can dial is of little use)
+_PORT_ATTEMPTS = 3
+_SOCKET_PATH_MAX = 90  # the kernel's limit is 104 to 108 bytes, with the file's name
+
+
+class DaemonError(BlockswarmError):
+    """p2pd did not start."""
+
+
+class PortInUse(DaemonError):
+    """Another process listens on our port."""
+
+
+@dataclass(frozen=True)
+class DaemonSettings:
+    """What p2pd is told. `port` 0: any free one, kept over restarts of the daemon.
+
+    `hosts` are IPs to listen on, none: no listening at all (others reach us over a relay).
+    `announce` replaces what the daemon would find out about its own addresses. `relays` are whole
+    multiaddresses of peers that may forward for us; `reachability` "private" asks them at once
+    instead of finding out first whether we can be dialled.
+    """
+
+    identity_path: Path
+    port: int = 0
+    hosts: tuple[str, ...] = ALL_INTERFACES
+    announce: tuple[str, ...] = ()
+    relays: tuple[str, ...] = ()
+    reachability: Literal["auto", "public", "private"] = "auto"
+    map_port: bool = True  # asks the router by UPnP or NAT-PMP
+
+    def options(self, control: Path, hosts: Iterable[str], port: int) -> list[str]:
+        """p2pd's command line. Noise alone: one way to be secure, as the spec says."""
+        listening = listening_on(hosts, port)
+        options: dict[str, object] = {
+            "listen": f"/unix{control}",
+            "id": self.identity_path,
+            "dhtServer": 1,  # finds the addresses of peers of which only the id is known
+            "noise": 1,
+            "tls": 0,
+            "connManager": 1,
+            "autonat": 1,
+            "relay": 1,
+            "autoRelay": int(bool(self.relays)),
+            "relayDiscovery": 0,  # its search for public relays found none within 12 s
+            "natPortMap": int(self.map_port),
+            "idleTimeout": f"{ORPHAN_S:g}s",
+        }
+        if listening:
+            options["hostAddrs"] = ",".join(listening)
+        else:
+            options["noListenAddrs"] = 1
+        if self.announce:
+            options["announceAddrs"] = ",".join(self.announce)
+        if self.relays:
+            options["trustedRelays"] = ",".join(self.relays)
+        if self.reachability != "auto":
+            options[f"forceReachability{self.reachability.capitalize()}"] = 1
+        return [f"-{name}={value}" for name, value in options.items()]
+
+
+class Daemon:
+    """A running p2pd: its transport, its end, and hivemind's view of it. Made by `start`."""
+
+    def __init__(self, settings: DaemonSettings, folder: Path) -> None:
+        self.settings = settings
+        self.port = settings.port
+        self.peer_id = b""
+        self.p2p: Any = None  # hivemind.p2p.P2P, for the DHT
+        self._folder = folder
+        self._child: asyncio.subprocess.Process | None = None
+        self._drain: asyncio.Task[None] | None = None
+        self._lines: deque[str] = deque(maxlen=20)
+        self.transport = Transport(folder / "control", folder / "incoming")
+
+    @classmethod
+    async def start(cls, settings: DaemonSettings) -> Daemon:
+        """Start p2pd. Raises `DaemonError`; whatever was begun is cleaned up then."""
+        for attempt in range(_PORT_ATTEMPTS):
+            hosts, port = free_port(settings.hosts, settings.port)
+            daemon = cls(settings, _private_folder())
+            try:
+                await daemon._start(hosts, port)
+            except PortInUse:
+                await daemon.stop()
+                if settings.port or attempt == _PORT_ATTEMPTS - 1:
+                    raise  # a port that was chosen freely may have been taken since; again
+            except BaseException:
+                await daemon.stop()
+                raise
+            else:
+                return daemon
+        raise AssertionError("the last attempt returns or raises")
+
+    @property
+    def pid(self) -> int:
+        assert self._child is not None
+        return self._child.pid
+
+    async def _start(self, hosts: tuple[str, ...], port: int) -> None:
+        self.port = port
+        command = [_binary(), *self.settings.options(self._folder / "control", hosts, port)]
+        # Without it two nodes on one port both start, and nodes that join at once fail to dial.
+        environment = {**os.environ, "LIBP2P_TCP_REUSEPORT": "false"}
+        environment.setdefault("GOLOG_LOG_LEVEL", "error")
+        try:
+            self._child = await asyncio.create_subprocess_exec(
+                *command,
+                stdin=asyncio.subprocess.DEVNULL,
+                stdout=asyncio.subprocess.PIPE,
+                stderr=asyncio.subprocess.STDOUT,
+                env=environment,
+                start_new_session=True,  # Ctrl-C is ours: we say goodbye before the daemon goes
+            )
+        except OSError as error:
+            raise DaemonError(
+                f"p2pd cannot be started: {error.strerror}", "reinstall: pip install hivemind"
+            ) from error
+        ready: asyncio.Future[str] = asyncio.get_running_loop().create_future()
+        self._drain = asyncio.create_task(self._read_output(ready))
+        try:
+            async with asyncio.timeout(START_S):
+                self.peer_id = peer_from_text(await ready)
+                self.p2p = await P2P.replicate(Multiaddr(f"/unix{self._folder / 'control'}"))
+        except TimeoutError:
+            raise DaemonError(f"p2pd did not start within {START_S:g} s", self._said()) from None
+
+    async def _read_output(self, ready: asyncio.Future[str]) -> None:
+        """Read to the end: a child whose output is not read stops when the pipe is full."""
+        assert self._child is not None and self._child.stdout is not None
+        while True:
+            try:
+                line = await self._child.stdout.readline()
+            except ValueError:  # a line longer than the buffer: not one that we look for
+                continue
+            if not line:
+                break
+            text = line.decode(errors="replace").strip()
+            self._lines.append(text)
+            if text.startswith("Peer ID:") and not ready.done():
+                ready.set_result(text.removeprefix("Peer ID:").strip())
+        if not ready.done():
+            ready.set_exception(self._why_not_started())
+
+    def _why_not_started(self) -> DaemonError:
+        said = self._said()
+        if "address already in use" in said or "failed to listen" in said:
+            return port_in_use(self.port)
+        return DaemonError("p2pd ended at its start", said or "it said nothing")
+
+    def _said(self) -> str:
+        return " ".join("".join(c for c in line if c.isprintable()) for line in self._lines)[-400:]
+
+    async def ended(self) -> int:
+        """Wait until the child process is gone, however it went; its return code."""
+        assert self._child is not None
+        return await self._child.wait()
+
+    async def stop(self) -> None:
+        """End the child, its tasks and its files. May be called more than once."""
+        await self.transport.close()
+        if self.p2p is not None:
+            await _drop_client(self.p2p)
+            self.p2p = None
+        if self._child is not None:
+            await _end(self._child)
+        if self._drain is not None:
+            self._drain.cancel()
+            await asyncio.gather(self._drain, return_exceptions=True)
+        shutil.rmtree(self._folder, ignore_errors=True)
+
+
+async def _end(child: asyncio.subprocess.Process) -> None:
+    if child.returncode is None:
+        with contextlib.suppress(ProcessLookupError):
+            child.terminate()
+        try:
+            async with asyncio.timeout(STOP_S):
+                await child.wait()
+        except TimeoutError:
+            child.kill()
+            await child.wait()
+
+
+async def _drop_client(p2p: Any) -> None:
+    """Close hivemind's connection to the daemon and wait for the two tasks that it runs."""
+    control = p2p._client.control
+    tasks = [task for task in (control._read_task, control._write_task) if task is not None]
+    await p2p.shutdown()
+    await asyncio.gather(*tasks, return_exceptions=True)
+
+
+def _binary() -> str:
+    return str(files("hivemind.hivemind_cli").joinpath("p2pd"))
+
+
+def _private_folder() -> Path:
+    folder = tempfile.mkdtemp(prefix="blockswarm-")  # mode 0700
+    if len(folder) > _SOCKET_PATH_MAX:
+        os.rmdir(folder)
+        folder = tempfile.mkdtemp(prefix="blockswarm-", dir="/tmp")
+    return Path(folder)
+
+
+def port_in_use(port: int) -> PortInUse:
+    return PortInUse(
+        f"another process listens on port {port}", "stop it, or choose another one with --port"
+    )
+
+
+def free_port(hosts: tuple[str, ...], port: int) -> tuple[tuple[str, ...], int]:
+    """The hosts that this machine has, and the port, checked to be free on all of them.
+
+    p2pd is content with one of its addresses; a node that lost half of them to another process
+    would look alive and be half deaf.
+    """
+    usable: list[str] = []
+    with contextlib.ExitStack() as held:
+        for host in hosts:
+            family = socket.AF_INET6 if ":" in host else socket.AF_INET
+            try:
+                probe = held.enter_context(socket.socket(family, socket.SOCK_STREAM))
+                probe.setsockopt(socket.SOL_SOCKET, socket.SO_REUSEADDR, 1)
+                if family == socket.AF_INET6:
+                    probe.setsockopt(socket.IPPROTO_IPV6, socket.IPV6_V6ONLY, 1)
+                probe.bind((host, port))
+            except OSError as error:
+                if error.errno == errno.EADDRINUSE:
+                    raise port_in_use(port) from None
+                if error.errno in (errno.EACCES, errno.EPERM):
+                    raise DaemonError(
+                        f"port {port} is not allowed for this user", "choose one above 1023"
+                    ) from None
+                if error.errno in (errno.EAFNOSUPPORT, errno.EADDRNOTAVAIL) and host == "::":
+                    continue  # a machine without IPv6
+                raise DaemonError(f"cannot listen on {host}: {error.strerror}") from None
+            usable.append(host)
+            port = port or probe.getsockname()[1]
+    if hosts and not usable:
+        raise DaemonError("this machine has none of the addresses to listen on")
+    return tuple(usable), port

@@ -1,0 +1,37 @@
+"""The host's event log: one JSON line per round and per thing that happened, append-only.
+
+The source of status, report and benchmarks (docs/events.md). A disk that is full costs lines, not
+training: that is said once.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Callable
+from pathlib import Path
+
+from swarm.events import LogEvent, to_line
+
+
+class EventLog:
+    """Appends to `events.jsonl` in a folder; `listen` hears every event as well."""
+
+    def __init__(self, folder: Path, say: Callable[[str], None]) -> None:
+        self.path = folder / "events.jsonl"
+        self.say = say
+        self.listeners: list[Callable[[LogEvent], None]] = []
+        self._failed = False
+
+    def write(self, event: LogEvent) -> None:
+        for listener in self.listeners:
+            listener(event)
+        try:
+            self.path.parent.mkdir(parents=True, exist_ok=True)
+            # One write of one line: a reader never sees half of it, a killed writer leaves at
+            # most one broken last line.
+            with open(self.path, "ab", buffering=0) as file:
+                file.write(to_line(event).encode() + b"\n")
+            self._failed = False
+        except OSError as error:
+            if not self._failed:
+                self.say(f"cannot write {self.path.name}: {error.strerror}; training goes on")
+            self._failed = True

@@ -1,0 +1,190 @@
+"""Getting a block's consensus log from its replicas: entries, aggregates, snapshots.
+
+Decides whom to ask for what, in which order, and what to do with a donor that gives something
+else than its digest stands for: drop it, name it, ask the next. Knows nothing of votes or
+training. Used by replicas that catch up, by followers of other blocks, and by the assembler.
+"""
+
+from __future__ import annotations
+
+import asyncio
+from collections.abc import Sequence
+from dataclasses import dataclass, field
+from typing import Protocol, TypeVar
+
+import numpy as np
+import numpy.typing as npt
+
+from protocol import messages
+from protocol.errors import WireError
+from protocol.frames import content_digest
+from protocol.limits import CONTROL_DEADLINE_S, SHARD_BYTES
+from protocol.messages import Message, Purpose
+from protocol.payloads import unpack_index, unpack_log, unpack_updates
+from swarm.log import Entry, check_chain
+from swarm.updates import UpdateCodec, from_shards, from_wire_entry
+
+M = TypeVar("M", bound=Message)
+Quanta = npt.NDArray[np.int32]
+
+SHARDS_AT_ONCE = 4
+
+
+class Peers(Protocol):
+    """What is needed of the network: ask a peer something before a deadline."""
+
+    async def ask(
+        self,
+        peer: str,
+        request: Message,
+        wanted: type[M],
+        deadline_s: float,
+        max_payload_bytes: int | None = None,
+    ) -> tuple[M, bytes]:
+        """The answer and its payload; a `WireError` if there is none in time."""
+
+
+class FetchError(WireError):
+    """No donor gave what was asked for. `liars` gave something else under its name."""
+
+    def __init__(self, message: str, liars: Sequence[str] = ()) -> None:
+        super().__init__(message)
+        self.liars = tuple(liars)
+
+
+@dataclass(frozen=True)
+class Pin:
+    """A snapshot that a donor still serves."""
+
+    round: int
+    entry: bytes
+    name: bytes
+
+
+@dataclass(frozen=True)
+class RemoteLog:
+    """A checked chain of entries, and the snapshots that its donor has."""
+
+    entries: tuple[Entry, ...]
+    pins: tuple[Pin, ...]
+
+
+@dataclass
+class LogFetcher:
+    """Asks the replicas of one block. `purpose` is what the ledger books the bytes under."""
+
+    peers: Peers
+    run_id: bytes
+    block: int
+    codec: UpdateCodec
+    purpose: Purpose
+    liars: list[str] = field(default_factory=list)
+
+    async def log(self, donors: Sequence[str], have: bytes, target: bytes | None) -> RemoteLog:
+        """The entries from `have` on (or all that are kept) to `target`, or to the donor's head."""
+        request = messages.LogRequest(
+            run=self.run_id, block=self.block, since=have, purpose=self.purpose
+        )
+        for donor in donors:
+            try:
+                reply, payload = await self.peers.ask(
+                    donor, request, messages.LogReply, CONTROL_DEADLINE_S
+                )
+                entries = tuple(from_wire_entry(e) for e in unpack_log(payload))
+                wanted = target or reply.consensus
+                cut = next((i for i, e in enumerate(entries) if e.digest == wanted), None)
+                if cut is None:
+                    continue  # it has moved on, or has not got there yet
+                check_chain(entries[: cut + 1], wanted)
+            except WireError:
+                continue
+            pins = [_pin(packed) for packed in reply.pins]
+            return RemoteLog(entries[: cut + 1], tuple(pins))
+        raise FetchError(f"no replica of block {self.block} gave its log", self.liars)
+
+    async def aggregate(self, donors: Sequence[str], entry: Entry) -> list[bytes]:
+        """The encoded updates that went into an entry, checked against their digests."""
+        included = [c.digest for c in entry.contributions if c.scale > 0]
+        if not included:
+            return []
+        request = messages.AggregateRequest(
+            run=self.run_id,
+            block=self.block,
+            round=entry.round + 1,
+            digest=entry.digest,
+            purpose=self.purpose,
+        )
+        most = len(included) * (self.codec.max_bytes + 16) + 64
+        for donor in donors:
+            try:
+                _, payload = await self.peers.ask(
+                    donor, request, messages.AggregateReply, CONTROL_DEADLINE_S, most
+                )
+                updates = unpack_updates(payload, self.codec.max_bytes)
+            except WireError:
+                continue
+            if [content_digest(update) for update in updates] == included:
+                return updates
+            self.liars.append(donor)
+        raise FetchError(f"no replica gave the aggregate of round {entry.round}", self.liars)
+
+    async def snapshot(self, donors: Sequence[str], pin: Pin, size: int) -> Quanta:
+        """The weights of a pinned entry, in shards from several donors at once.
+
+        A donor that fails loses its place; its shards go to the others. Every shard is checked by
+        its digest, so one poisoned donor costs one shard.
+        """
+        index = await self._index(donors, pin, size)
+        shards: dict[int, bytes] = {}
+        waiting = list(range(len(index)))
+        alive = list(donors)
+
+        async def work(place: int) -> None:
+            donor = donors[place % len(donors)]
+            while waiting and donor in alive:
+                number = waiting.pop(0)
+                try:
+                    shards[number] = await self._shard(donor, pin, number, index[number])
+                except WireError:
+                    waiting.append(number)
+                    alive.remove(donor)
+
+        while waiting and alive:
+            await asyncio.gather(*(work(i) for i in range(min(len(donors), SHARDS_AT_ONCE))))
+        if waiting:
+            raise FetchError("no replica gave the whole snapshot", self.liars)
+        return from_shards([shards[i] for i in range(len(index))], size)
+
+    async def _index(self, donors: Sequence[str], pin: Pin, size: int) -> list[bytes]:
+        request = messages.IndexRequest(
+            run=self.run_id, block=self.block, digest=pin.name, purpose=self.purpose
+        )
+        expected = -(-4 * size // SHARD_BYTES)
+        for donor in donors:
+            try:
+                _, payload = await self.peers.ask(
+                    donor, request, messages.IndexReply, CONTROL_DEADLINE_S
+                )
+                index = unpack_index(payload, pin.name)
+            except WireError:
+                continue
+            if len(index) == expected:
+                return index
+            self.liars.append(donor)
+        raise FetchError("no replica gave the snapshot's index", self.liars)
+
+    async def _shard(self, donor: str, pin: Pin, number: int, digest: bytes) -> bytes:
+        request = messages.ShardRequest(
+            run=self.run_id, block=self.block, digest=pin.name, shard=number, purpose=self.purpose
+        )
+        _, payload = await self.peers.ask(
+            donor, request, messages.ShardReply, 4 * CONTROL_DEADLINE_S, SHARD_BYTES
+        )
+        if content_digest(payload) != digest:
+            self.liars.append(donor)
+            raise FetchError("a shard that is not what the index says", self.liars)
+        return payload
+
+
+def _pin(packed: bytes) -> Pin:
+    return Pin(int.from_bytes(packed[:8], "big") - 1, packed[8:40], packed[40:72])

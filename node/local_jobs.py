@@ -1,0 +1,213 @@
+"""What the local commands do: train or resume, load, probe, write. Facts out, no text.
+
+Decides what a folder may be used for and which options a resumed run may be given. The options'
+names and help are `node.cli_local`'s, the words for results `node.cli_report`'s.
+"""
+
+from __future__ import annotations
+
+import os
+import shlex
+from collections.abc import Mapping
+from pathlib import Path
+from typing import Any
+
+from node.atomic import StorageError, hold_folder
+from node.cli_report import Facts, evaluation_facts, plan_line
+from node.data import Corpus, load_corpus
+from node.device import choose_device, make_deterministic
+from node.local_training import (
+    LocalTraining,
+    cut_off_run,
+    discard_checkpoint,
+    has_checkpoint,
+    held_out_batches,
+)
+from node.model_folder import data_spec, has_model, load_model, read_manifest
+from node.terminal import ByteWriter, DownloadDisplay, TrainingDisplay, say, stop_on_signals
+from protocol.errors import DataError, UsageError
+from swarm.composition import ComposedModel
+from swarm.evaluate import honest_ce, teacher_forced_ce
+from swarm.generate import Sampling, generate
+from swarm.noise import block_interval
+from swarm.run import ModelShape, Noise, Run, Training
+
+RUN_OPTIONS = {
+    "blocks": ("model", "blocks"),
+    "layers": ("model", "layers"),
+    "width": ("model", "width"),
+    "heads": ("model", "heads"),
+    "context": ("model", "context"),
+    "coupling": ("model", "coupling"),
+    "objective": ("training", "objective"),
+    "sigma_min": ("noise", "sigma_min"),
+    "sigma_max": ("noise", "sigma_max"),
+    "leak_limit": ("noise", "leak_limit_nats"),
+    "adaptive_sigma": ("noise", "adaptive"),
+    "steps": ("training", "steps"),
+    "steps_per_round": ("training", "steps_per_round"),
+    "batch": ("training", "batch"),
+    "learning_rate": ("training", "learning_rate"),
+}
+"""Which field of the run an option of `train` sets; the run says what is allowed."""
+
+
+def train_blocks(out: Path, options: Mapping[str, Any], given: set[str]) -> Facts:
+    """Train or resume; `given` names the options that were typed. Exits if it is stopped."""
+    device = choose_device(options["device"])
+    threads, data, resume = options["threads"], options["data"], options["resume"]
+    if resume:
+        cut_off = cut_off_run(out)
+        run, threads = cut_off.run, threads or cut_off.threads
+        data = data if "data" in given else cut_off.data_spec
+        _refuse_other_run(run, options, given)
+    else:
+        run = _run_of(options)
+        _refuse_used_folder(out, options["overwrite"])
+    make_deterministic(threads)
+    training = LocalTraining(run, _corpus(data), data, out, device)
+    with hold_folder(out):
+        if resume:
+            training.load_checkpoint()
+        else:
+            discard_checkpoint(out)
+        say(plan_line(run, training.corpus, device.type, training.swarm.steps_done))
+        try:
+            with stop_on_signals() as stop, TrainingDisplay() as display:
+                finished = training.train(
+                    display, stop, options["save_every"], options["evaluate_bytes"]
+                )
+        except StorageError as error:
+            if not has_checkpoint(out):
+                raise
+            raise StorageError(error.message, f"{error.hint}; then {_resume(out)}") from error
+    if finished is None:
+        say(f"saved at step {training.swarm.steps_done}; to go on:\n  {_resume(out)}")
+        raise SystemExit(stop.exit_code)
+    return {
+        "model": str(out),
+        "steps": run.training.steps,
+        "seconds": finished.seconds,
+        "ce_before_nats": finished.before.ce_nats,
+        "leak_nats": training.leak_nats,
+        **evaluation_facts(finished.after, "test", training.corpus),
+    }
+
+
+def _resume(out: Path) -> str:
+    return f"blockswarm train --resume -o {shlex.quote(str(out))}"
+
+
+def probe_blocks(composed: ComposedModel, corpus: Corpus, limit_bytes: int) -> Facts:
+    run = composed.run
+    batches = held_out_batches(corpus, "test", run.model.context, limit_bytes)
+    rows: list[Facts] = []
+    for index, honest in enumerate(honest_ce(composed, batches).block_ce_nats):
+        if honest is None:
+            continue
+        forced = teacher_forced_ce(composed, batches, index)
+        interval = block_interval(run.noise, run.model.blocks, index)
+        rows.append(
+            {
+                "block": index,
+                "sigma_low": interval.low,
+                "sigma_high": interval.high,
+                "teacher_forced_ce_nats": forced,
+                "honest_ce_nats": honest,
+                "leak_nats": honest - forced,
+            }
+        )
+    limit = run.noise.leak_limit_nats
+    leaking = [row["block"] for row in rows if row["leak_nats"] > limit]
+    return {"rows": rows, "leak_limit_nats": limit, "leaking_blocks": leaking}
+
+
+def write_text(
+    composed: ComposedModel, prompt: str, length: int, sampling: Sampling, out: ByteWriter | None
+) -> Facts:
+    start = os.fsencode(prompt)  # what was typed, byte for byte, UTF-8 or not
+    written = bytearray()
+    if out is not None:
+        out.write(start)
+    for byte in generate(composed, start, length, sampling):
+        written.append(byte)
+        if out is not None:
+            out.write(bytes([byte]))
+    if out is not None:
+        out.close()
+    return {
+        "prompt": start.decode(errors="replace"),
+        "text": written.decode(errors="replace"),
+        "hex": written.hex(),  # the bytes themselves: the text may hold replacements
+        "length_bytes": len(written),
+    }
+
+
+def _run_of(options: Mapping[str, Any]) -> Run:
+    tables: dict[str, dict[str, Any]] = {"model": {}, "noise": {}, "training": {}}
+    for option, (table, field) in RUN_OPTIONS.items():
+        tables[table][field] = options[option]
+    return Run(
+        ModelShape(**tables["model"]),
+        Noise(**tables["noise"]),
+        Training(**tables["training"]),
+        options["seed"],
+    )
+
+
+def _refuse_other_run(run: Run, options: Mapping[str, Any], given: set[str]) -> None:
+    """A resumed run keeps its options; whoever types another value should know that."""
+    held = run.to_dict()
+    values = {name: held[table][field] for name, (table, field) in RUN_OPTIONS.items()}
+    for name, value in {**values, "seed": run.seed}.items():
+        if name in given and options[name] != value:
+            flag = "--" + name.replace("_", "-")
+            raise UsageError(
+                f"{flag} {options[name]} is not what this run was started with ({value})",
+                f"leave {flag} out, or start a new run in another folder",
+            )
+    if options["overwrite"]:
+        raise UsageError("--resume and --overwrite exclude each other", "leave one of them out")
+
+
+def _refuse_used_folder(out: Path, overwrite: bool) -> None:
+    if overwrite:
+        return
+    if has_checkpoint(out):
+        raise UsageError(
+            f"{out} holds a run that was cut off",
+            f"{_resume(out)}, or --overwrite to start anew",
+        )
+    if has_model(out):
+        raise UsageError(
+            f"{out} holds a model already", "another folder, or --overwrite to replace it"
+        )
+
+
+def _corpus(spec: str) -> Corpus:
+    with DownloadDisplay() as display:
+        return load_corpus(spec, progress=display)
+
+
+def load_composed(
+    model: Path, without: tuple[int, ...], options: Mapping[str, Any]
+) -> ComposedModel:
+    make_deterministic(options["threads"])
+    composed, _ = load_model(model, choose_device(options["device"]), frozenset(without))
+    return composed
+
+
+def load_with_corpus(
+    model: Path, data: str | None, without: tuple[int, ...], options: Mapping[str, Any]
+) -> tuple[ComposedModel, Corpus]:
+    composed = load_composed(model, without, options)
+    if data is not None:
+        return composed, _corpus(data)
+    spec = data_spec(read_manifest(model))
+    try:
+        return composed, _corpus(spec)
+    except DataError as error:
+        raise DataError(
+            f"the text that {model} was trained on cannot be had: {error.message}",
+            "give a text with --data",
+        ) from error

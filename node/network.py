@@ -1,0 +1,324 @@
+"""One object for the rest of the node: ask a peer, answer peers, announce, look up. Keeps running.
+
+Decides the order in which the parts start and stop, that a dead p2pd is started again under the
+same identity and port, and that a node which hears from nobody joins again through the peers it
+remembers; a person is told once when such a thing begins and once when it is over. Knows nothing
+of rounds or of training.
+"""
+
+from __future__ import annotations
+
+import asyncio
+import dataclasses
+import random
+import time
+from collections.abc import Awaitable, Callable, Mapping
+from contextlib import suppress
+from dataclasses import dataclass, field
+from pathlib import Path
+from typing import Generic, TypeVar
+
+from node.addresses import from_option, through_relay, to_announce, with_peer
+from node.daemon import Daemon, DaemonError, DaemonSettings
+from node.discovery import Discovery, PeerBook, parse_seeds
+from node.gate import Backoff, DaemonGone, Gate, Said, with_backoff
+from node.service import Reply, Service, Status, purpose_of, serve_basics
+from node.transport import Caller, P2pdStream, Transport
+from protocol import messages
+from protocol.errors import BlockswarmError, WireError
+from protocol.frames import Channel, Deadline, Sink
+from protocol.identity import Identity, load_or_create, peer_text
+from protocol.ledger import Ledger
+from protocol.limits import CONTROL_DEADLINE_S, RECORDS_PER_REPLY, STALL_S
+from protocol.messages import Message
+from protocol.records import Record, SignedRecord
+
+M = TypeVar("M", bound=Message)
+R = TypeVar("R", bound=Message)
+
+CHECK_EVERY_S = 20.0  # whether somebody is still there
+BOOK_EVERY_S = 60.0
+
+
+class NobodyThere(BlockswarmError):
+    """None of the peers to join through answered."""
+
+
+@dataclass(frozen=True)
+class NetworkSettings:
+    """What the operator says. `announce` as typed; `join` are whole multiaddresses."""
+
+    daemon: DaemonSettings
+    run_id: bytes
+    run_file: bytes
+    join: tuple[str, ...] = ()
+    announce: tuple[str, ...] = ()
+    state_folder: Path | None = None  # for the cached peers and the ledger
+    check_every_s: float = CHECK_EVERY_S
+    backoff: Backoff = field(default_factory=Backoff)
+
+
+@dataclass(frozen=True)
+class Answer(Generic[R]):
+    """A peer's reply. `payload` is empty if it went into a sink; `digest` is its name."""
+
+    message: R
+    payload: bytearray
+    digest: bytes
+    address: str  # over which it came
+
+
+class Network:
+    """A node's side of the swarm. `async with Network(...)` starts and stops it."""
+
+    def __init__(
+        self,
+        settings: NetworkSettings,
+        status: Callable[[], Status],
+        say: Callable[[str], None] = lambda line: None,
+        rng: random.Random | None = None,
+        gate: Gate | None = None,
+    ) -> None:
+        self.settings = settings
+        self.identity: Identity = load_or_create(settings.daemon.identity_path)
+        folder = settings.state_folder
+        self.ledger = Ledger.load(folder / "ledger.json") if folder else Ledger()
+        self.service = Service(self.ledger, gate)
+        book = PeerBook(folder / "peers.json" if folder else None)
+        self.discovery = Discovery(self.identity, settings.run_id, book, self.ledger)
+        self.restarts = 0
+        self._seeds = parse_seeds(settings.join)
+        self._said = Said(say)
+        self._rng = rng or random.Random()
+        self._daemon: Daemon | None = None
+        self._tasks: list[asyncio.Task[None]] = []
+        self._record: Record | None = None
+        serve_basics(
+            self.service,
+            settings.run_id,
+            settings.run_file,
+            status,
+            self.discovery.for_stranger,
+        )
+
+    # --- life -----------------------------------------------------------------------------------
+
+    async def __aenter__(self) -> Network:
+        await self.start()
+        return self
+
+    async def __aexit__(self, *_: object) -> None:
+        await self.stop()
+
+    async def start(self) -> None:
+        """Start the daemon and join. Raises `DaemonError` or `NobodyThere`, all cleaned up."""
+        try:
+            await self._open(self.settings.daemon.port)
+            wanted = bool(self._seeds or len(self.discovery.book))
+            if wanted and not await self.discovery.join(self._seeds.items()):
+                raise NobodyThere(
+                    "none of the peers to join through answered",
+                    "check the address and that its host is up; ask for another peer's address",
+                )
+        except BaseException:
+            await self.stop()
+            raise
+        self._tasks = [
+            asyncio.create_task(self._keep_daemon()),
+            asyncio.create_task(self._keep_company()),
+        ]
+
+    async def _open(self, port: int) -> None:
+        if self.settings.announce and not port:
+            raise DaemonError("--announce needs to know the port", "give one with --port")
+        announce = tuple(from_option(text, port) for text in self.settings.announce)
+        wanted = dataclasses.replace(
+            self.settings.daemon, port=port, announce=announce or self.settings.daemon.announce
+        )
+        daemon = await Daemon.start(wanted)
+        try:
+            if daemon.peer_id != self.identity.peer_id:
+                raise DaemonError("p2pd runs under another identity than ours")
+            await self.discovery.attach(daemon.p2p, daemon.transport)
+            await daemon.transport.serve(self._on_stream)
+        except BaseException:
+            self.discovery.detach()
+            await daemon.stop()
+            raise
+        self._daemon = daemon
+
+    async def stop(self) -> None:
+        """End every task, stream and process of ours, and keep what must survive."""
+        for task in self._tasks:
+            task.cancel()
+        await asyncio.gather(*self._tasks, return_exceptions=True)
+        self._tasks = []
+        self.discovery.detach()
+        if self._daemon is not None:
+            await self._daemon.stop()
+            self._daemon = None
+        self._save()
+        self.identity.close()
+
+    def _save(self) -> None:
+        if self.settings.state_folder is not None:
+            self.discovery.book.save()
+            self.ledger.save(self.settings.state_folder / "ledger.json")
+
+    async def _keep_daemon(self) -> None:
+        """Start p2pd again whenever it has died: same identity, same port, same records."""
+        while True:
+            daemon = self._daemon
+            assert daemon is not None
+            code = await daemon.ended()
+            self._said.trouble(f"p2pd has ended (code {code}); starting it again")
+            self._daemon = None
+            self.discovery.detach()
+            await daemon.stop()
+            attempt = 0
+            while self._daemon is None:
+                try:
+                    await self._open(daemon.port)
+                except (BlockswarmError, OSError) as error:
+                    self._said.trouble(f"p2pd does not start: {error}; trying again")
+                    await asyncio.sleep(self.settings.backoff.wait_s(attempt, self._rng))
+                    attempt += 1
+            with suppress(WireError):
+                await self._rejoin()
+            self.restarts += 1
+            self._said.over("p2pd runs again")
+
+    async def _rejoin(self) -> bool:
+        met = await self.discovery.join(self._seeds.items())
+        if met and self._record is not None:
+            await self.announce(self._record)
+        return bool(met)
+
+    async def _keep_company(self) -> None:
+        """Join again when nobody answers any more; with growing waits, and said once."""
+        attempt, saved_s = 0, time.monotonic()
+        while True:
+            wait_s = self.settings.check_every_s
+            if attempt:
+                wait_s = self.settings.backoff.wait_s(attempt - 1, self._rng)
+            await asyncio.sleep(wait_s)
+            if time.monotonic() - saved_s > BOOK_EVERY_S:
+                saved_s = time.monotonic()
+                with suppress(BlockswarmError):
+                    self._save()
+            with suppress(WireError):  # DaemonGone: the other task is at it
+                if await self.discovery.anyone_there():
+                    if attempt:
+                        self._said.over("peers answer again")
+                    attempt = 0
+                    continue
+                if not self._seeds and not len(self.discovery.book):
+                    continue  # the first of its run: alone is not cut off
+                attempt += 1
+                self._said.trouble("no peer answers; training goes on, trying to join again")
+                if await self._rejoin():
+                    attempt = 0
+                    self._said.over("peers answer again")
+
+    # --- who and where --------------------------------------------------------------------------
+
+    @property
+    def daemon(self) -> Daemon:
+        if self._daemon is None:
+            raise DaemonGone
+        return self._daemon
+
+    @property
+    def transport(self) -> Transport:
+        return self.daemon.transport
+
+    @property
+    def peer_id(self) -> bytes:
+        return self.identity.peer_id
+
+    async def addresses(self) -> tuple[str, ...]:
+        """What goes into our record."""
+        own = await self.transport.own_addresses()
+        settings = self.daemon.settings
+        if settings.relays and (settings.reachability == "private" or not settings.hosts):
+            # p2pd itself tells of a relay only if that has a public IP.
+            connected = await self.transport.connected()
+            for peer_id, known in parse_seeds(settings.relays).items():
+                if peer_id in connected:
+                    own += [through_relay(address, peer_id) for address in known]
+        return to_announce(own, settings.announce)
+
+    async def invitations(self) -> list[str]:
+        """Whole multiaddresses that another host can join through."""
+        return [with_peer(address, self.peer_id) for address in await self.addresses()]
+
+    # --- asking and answering -------------------------------------------------------------------
+
+    def serve(
+        self, request: type[M], handler: Callable[[M, bytes], Awaitable[Reply]], bulk: bool = False
+    ) -> None:
+        """See `Service.serve`. May be called at any time."""
+        self.service.serve(request, handler, bulk)
+
+    async def _on_stream(self, stream: P2pdStream, caller: Caller) -> None:
+        await self.service.on_stream(stream, caller.peer_id)
+
+    async def request(
+        self,
+        peer_id: bytes,
+        request: Message,
+        wanted: type[R],
+        *,
+        deadline_s: float = CONTROL_DEADLINE_S,
+        stall_s: float = STALL_S,
+        max_payload_bytes: int | None = None,
+        expected: bytes | None = None,
+        sink: Sink | None = None,
+    ) -> Answer[R]:
+        """Ask a peer once, within the deadline. Raises a `WireError`, a distinct one per cause.
+
+        `sink` takes the payload in pieces, *before* it is verified: act on it only after this
+        has returned. `expected` is the digest that the payload must have.
+        """
+        deadline = Deadline.after(deadline_s, stall_s)
+        stream = await self.transport.dial(peer_id, self._addresses_of(peer_id), deadline)
+        channel = Channel(stream, deadline)
+        purpose, block = purpose_of(request)
+        try:
+            async with channel:
+                await messages.send(channel, request)
+                message, head = await messages.receive(channel, wanted, max_payload_bytes)
+                payload = bytearray()
+                digest = await channel.receive_payload(head, sink or payload.extend, expected)
+        finally:
+            self.ledger.book(channel.tally, peer_text(peer_id), purpose, block)
+        return Answer(message, payload, digest, stream.remote_address)
+
+    async def request_patiently(
+        self, peer_id: bytes, request: Message, wanted: type[R], patience_s: float
+    ) -> Answer[R]:
+        """`request` until it is answered: waits as long as a busy peer says, backs off else."""
+
+        def once() -> Awaitable[Answer[R]]:
+            return self.request(peer_id, request, wanted)
+
+        deadline = Deadline.after(patience_s)
+        return await with_backoff(once, deadline, self._rng, self.settings.backoff)
+
+    def _addresses_of(self, peer_id: bytes) -> tuple[str, ...]:
+        return (*self._seeds.get(peer_id, ()), *self.discovery.book.addresses(peer_id))
+
+    # --- records --------------------------------------------------------------------------------
+
+    async def announce(self, record: Record) -> int:
+        """Publish our record, with addresses and sequence filled in; on how many nodes it is."""
+        self._record = record  # said again when p2pd had to be restarted
+        if not record.addresses:
+            record = dataclasses.replace(record, addresses=await self.addresses())
+        return await self.discovery.announce(record)
+
+    async def replicas(
+        self, block: int, cap: int = RECORDS_PER_REPLY, seen_rounds: Mapping[bytes, int] = {}
+    ) -> list[SignedRecord]:
+        """The verified records of a block, looked up now."""
+        return await self.discovery.replicas(block, cap, seen_rounds)

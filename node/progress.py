@@ -1,0 +1,26 @@
+"""What a run in progress tells whoever watches it. Knows nothing of torch or of terminals."""
+
+from __future__ import annotations
+
+from collections.abc import Callable
+from dataclasses import dataclass
+
+
+@dataclass(frozen=True)
+class Progress:
+    """Where a run stands.
+
+    `loss_nats` is the last block's training loss, smoothed; z is in its input, so it is no CE.
+    `valid_ce_nats` is honest, on a little of the valid split, and None before it was measured.
+    """
+
+    step: int
+    steps: int
+    loss_nats: float
+    bytes_per_s: float
+    left_s: float
+    valid_ce_nats: float | None
+
+
+Report = Callable[[Progress], None]
+StopAsked = Callable[[], bool]

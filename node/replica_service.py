@@ -1,0 +1,117 @@
+"""What a replica answers to others: records, updates, votes, its log, aggregates and snapshots.
+
+Decides only whether the question is about what it holds. Everything served is named by its digest
+or signed, so that a donor cannot be blamed for what it passes on, nor lie about it unnoticed.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Callable
+
+from node.replica import Replica
+from node.service import Reply, Service
+from protocol import messages
+from protocol.frames import Refused
+from protocol.limits import LOG_ENTRIES_PER_REPLY, VOTES_PER_REPLY
+from protocol.messages import ErrorCode
+from protocol.payloads import pack_log, pack_records, pack_updates, pack_votes, record_of
+from protocol.records import SignedRecord
+from swarm.updates import to_wire_entry
+
+OnRecord = Callable[[SignedRecord], None]
+Records = Callable[[], list[SignedRecord]]
+
+
+def serve_replica(
+    service: Service,
+    replica: Replica,
+    on_record: OnRecord,
+    records: Records,
+    clock: Callable[[], float],
+) -> None:
+    """Answer for one replica. `records` are our own and those that we know of the block."""
+    answers = _Answers(replica, on_record, records, clock)
+    service.serve(messages.Announce, answers.announce)
+    service.serve(messages.UpdateRequest, answers.update, bulk=True)
+    service.serve(messages.VoteRequest, answers.votes)
+    service.serve(messages.LogRequest, answers.log)
+    service.serve(messages.AggregateRequest, answers.aggregate, bulk=True)
+    service.serve(messages.IndexRequest, answers.index)
+    service.serve(messages.ShardRequest, answers.shard, bulk=True)
+
+
+class _Answers:
+    def __init__(
+        self, replica: Replica, on_record: OnRecord, records: Records, clock: Callable[[], float]
+    ) -> None:
+        self.replica, self.on_record, self.records, self.clock = replica, on_record, records, clock
+
+    def _check(self, run: bytes, block: int) -> None:
+        settings = self.replica.settings
+        if run != settings.run_id:
+            raise Refused(ErrorCode.WRONG_RUN, "this peer is part of another run")
+        if block != settings.block:
+            raise Refused(ErrorCode.NOT_FOUND, f"this peer works on block {settings.block}")
+
+    async def announce(self, request: messages.Announce, _: bytes) -> Reply:
+        self._check(request.run, request.block)
+        self.on_record(record_of(request, self.clock()))
+        found = self.records()[:16]
+        return Reply(messages.AnnounceReply(count=len(found)), pack_records(found))
+
+    async def update(self, request: messages.UpdateRequest, _: bytes) -> Reply:
+        self._check(request.run, request.block)
+        payload = self.replica.updates.get(request.digest)
+        if payload is None:
+            raise _not_here("update")
+        return Reply(messages.UpdateReply(block=request.block, round=request.round), payload)
+
+    async def votes(self, request: messages.VoteRequest, _: bytes) -> Reply:
+        self._check(request.run, request.block)
+        if request.vote:
+            self.replica.hear_vote(request.vote)
+        found = self.replica.votes_of(request.round)[:VOTES_PER_REPLY]
+        return Reply(messages.VoteReply(count=len(found)), pack_votes(found))
+
+    async def log(self, request: messages.LogRequest, _: bytes) -> Reply:
+        self._check(request.run, request.block)
+        log, consensus = self.replica.state.log, self.replica.consensus
+        entries = log.since(request.since)[-LOG_ENTRIES_PER_REPLY:]
+        pins = [s.pin for entry in log.pinned() if (s := consensus.snapshots.get(entry.digest))]
+        packed = [(p.round + 1).to_bytes(8, "big") + p.entry + p.name for p in pins]
+        message = messages.LogReply(
+            block=request.block,
+            head_round=log.head.round + 1,
+            consensus=log.head.digest,
+            count=len(entries),
+            pins=tuple(packed),
+        )
+        return Reply(message, pack_log([to_wire_entry(entry) for entry in entries]))
+
+    async def aggregate(self, request: messages.AggregateRequest, _: bytes) -> Reply:
+        self._check(request.run, request.block)
+        updates = self.replica.consensus.updates.get(request.digest)
+        if updates is None:
+            raise _not_here("aggregate")
+        reply = messages.AggregateReply(block=request.block, round=request.round)
+        return Reply(reply, pack_updates(updates))
+
+    async def index(self, request: messages.IndexRequest, _: bytes) -> Reply:
+        self._check(request.run, request.block)
+        snapshot = self.replica.consensus.snapshot_named(request.digest)
+        if snapshot is None:
+            raise _not_here("snapshot")
+        size = sum(map(len, snapshot.shards))
+        reply = messages.IndexReply(size_bytes=size, shards=len(snapshot.shards))
+        return Reply(reply, snapshot.index)
+
+    async def shard(self, request: messages.ShardRequest, _: bytes) -> Reply:
+        self._check(request.run, request.block)
+        snapshot = self.replica.consensus.snapshot_named(request.digest)
+        if snapshot is None or request.shard >= len(snapshot.shards):
+            raise _not_here("shard")
+        return Reply(messages.ShardReply(shard=request.shard), snapshot.shards[request.shard])
+
+
+def _not_here(what: str) -> Refused:
+    return Refused(ErrorCode.NOT_FOUND, f"this {what} is not here (any more)")

@@ -1,0 +1,269 @@
+"""What a node answers on an incoming stream: which handler, under which limits, counted how.
+
+Decides the order of an exchange (request, place, handler, answer, ledger) and which errors end a
+stream. Answers by itself whatever needs no trainer: hello, run file, peers' records, ping. The
+worker adds its own kinds with `serve`. Knows streams only as `protocol.frames.Stream`: nothing of
+p2pd, so that any transport can bring them.
+"""
+
+from __future__ import annotations
+
+import asyncio
+import logging
+import time
+from collections.abc import Awaitable, Callable
+from dataclasses import dataclass
+from typing import Any, TypeVar
+
+from node.gate import Gate
+from protocol import frames, messages
+from protocol.errors import WireError
+from protocol.frames import BytesLike, Channel, Chunks, Deadline, Stream, StreamEnded
+from protocol.identity import peer_text
+from protocol.ledger import Ledger
+from protocol.limits import (
+    BLOCK_NONE,
+    BULK_DEADLINE_S,
+    CONTROL_DEADLINE_S,
+    EXCHANGES_PER_STREAM,
+    Kind,
+)
+from protocol.messages import ErrorCode, Message, Purpose
+from protocol.payloads import pack_records
+from protocol.records import SignedRecord
+from protocol.version import PACKAGE_VERSION
+
+AGENT = f"blockswarm/{PACKAGE_VERSION}"
+STREAMS = 64  # incoming ones at once, of all peers; each has one buffer of at most 1 MiB
+_log = logging.getLogger(__name__)
+
+M = TypeVar("M", bound=Message)
+
+
+@dataclass(frozen=True)
+class Reply:
+    """An answer with its payload. `Chunks` are made while they are sent."""
+
+    message: Message
+    payload: BytesLike | Chunks = b""
+
+
+Handler = Callable[[Any, bytes], Awaitable[Reply]]  # (request, the caller's peer id)
+
+
+@dataclass(frozen=True)
+class _Entry:
+    handler: Handler
+    bulk: bool
+
+
+# What a request is for where it does not say so itself. Both sides book by this.
+_PURPOSE_OF_KIND = {
+    Kind.PEERS_REQUEST: Purpose.RECORD,
+    Kind.VOTE_REQUEST: Purpose.VOTE,
+    Kind.LOG_REQUEST: Purpose.CATCH_UP,
+}
+# After these the responder cannot know where the next frame begins.
+_ENDS_STREAM = {
+    ErrorCode.MALFORMED,
+    ErrorCode.VERSION,
+    ErrorCode.UNKNOWN_KIND,
+    ErrorCode.OVERSIZE,
+    ErrorCode.DIGEST,
+    ErrorCode.TOO_SLOW,
+}
+
+
+def purpose_of(request: Message) -> tuple[int, int]:
+    """Purpose and block under which both sides book an exchange."""
+    block = int(getattr(request, "block", BLOCK_NONE))
+    default = _PURPOSE_OF_KIND.get(request.KIND, Purpose.CONTROL)
+    return int(getattr(request, "purpose", default)), block
+
+
+class Service:
+    """The handlers of a node. One object for all transports that it listens on."""
+
+    def __init__(
+        self,
+        ledger: Ledger,
+        gate: Gate | None = None,
+        streams: Gate | None = None,
+        control_deadline_s: float = CONTROL_DEADLINE_S,
+        bulk_deadline_s: float = BULK_DEADLINE_S,
+    ) -> None:
+        self.ledger = ledger
+        self.gate = gate or Gate()
+        self._streams = streams or Gate(STREAMS)
+        self._control_deadline_s = control_deadline_s
+        self._bulk_deadline_s = bulk_deadline_s
+        self._entries: dict[Kind, _Entry] = {}
+
+    def serve(
+        self, request: type[M], handler: Callable[[M, bytes], Awaitable[Reply]], bulk: bool = False
+    ) -> None:
+        """Answer `request` with `handler`. `bulk` ones need a place and get the long deadline.
+
+        A handler refuses by raising `frames.Refused(ErrorCode, reason)` or `frames.Busy`.
+        """
+        self._entries[request.KIND] = _Entry(handler, bulk)
+
+    async def on_stream(self, stream: Stream, peer_id: bytes) -> None:
+        """Serve one incoming stream to its end. Leaves it closed, or aborted after an error."""
+        channel = Channel(stream, self._deadline())
+        try:
+            with self._streams.enter(peer_id):
+                async with channel:
+                    for _ in range(EXCHANGES_PER_STREAM):
+                        if not await self._exchange(channel, peer_id):
+                            break
+        except frames.Busy as busy:
+            await self._turn_away(channel, peer_id, busy)
+        except WireError as error:
+            _log.debug("stream of %s: %s", peer_text(peer_id), error)
+
+    async def _turn_away(self, channel: Channel, peer_id: bytes, busy: frames.Busy) -> None:
+        """Too many streams: hear the request, so that the peer hears our answer."""
+        try:
+            async with channel:
+                await channel.receive_head()
+                await messages.send(channel, _busy_reply(busy))
+                await self._until_closed(channel)
+        except WireError:
+            pass
+        finally:
+            self._book(channel, peer_id, Purpose.CONTROL, BLOCK_NONE)
+
+    async def _exchange(self, channel: Channel, peer_id: bytes) -> bool:
+        """One request and its answer; whether the stream goes on."""
+        purpose, block = int(Purpose.CONTROL), BLOCK_NONE
+        channel.deadline = self._deadline()
+        try:
+            try:
+                request = messages.decode(await channel.receive_head())
+                purpose, block = purpose_of(request)
+                reply = await self._answer(channel, request, peer_id)
+            except StreamEnded:
+                return False
+            except frames.Truncated:
+                raise
+            except Exception as error:
+                return await self._refuse(channel, error)
+            if reply is not None:
+                await messages.send(channel, reply.message, reply.payload)
+            return True
+        finally:
+            self._book(channel, peer_id, purpose, block)
+
+    async def _answer(self, channel: Channel, request: Message, peer_id: bytes) -> Reply | None:
+        """The answer to send; None if it was sent already, while its place was held."""
+        entry = self._entries.get(request.KIND)
+        if entry is None:
+            raise frames.Refused(ErrorCode.UNKNOWN_KIND, "not a request that is answered here")
+        if not entry.bulk:
+            async with asyncio.timeout(self._control_deadline_s):
+                return await entry.handler(request, peer_id)
+        with self.gate.enter(peer_id):
+            async with asyncio.timeout(self._control_deadline_s):
+                reply = await entry.handler(request, peer_id)
+            channel.deadline = Deadline.after(self._bulk_deadline_s)
+            try:
+                await messages.send(channel, reply.message, reply.payload)
+            except WireError as error:  # half of a frame may be out: no answer can follow
+                raise frames.Truncated(str(error)) from error
+            return None
+
+    async def _refuse(self, channel: Channel, error: Exception) -> bool:
+        if isinstance(error, frames.Busy):
+            await messages.send(channel, _busy_reply(error))
+            return True
+        if isinstance(error, frames.Refused):
+            message = messages.ErrorReply(code=error.code, reason=error.reason)
+        else:
+            message = messages.error_reply(error)
+            if not isinstance(error, WireError):
+                _log.exception("a handler failed", exc_info=error)
+        channel.deadline = self._deadline()  # a request that came too late still gets its reason
+        await messages.send(channel, message)
+        if message.code in _ENDS_STREAM:
+            await self._until_closed(channel)
+            return False
+        return True
+
+    async def _until_closed(self, channel: Channel) -> None:
+        """Let the peer read our last words: p2pd drops what is under way when we close first."""
+        for _ in range(64):
+            data = await channel.stream.read(4096, self._control_deadline_s)
+            channel.tally.bytes_in += len(data)  # what it had sent already
+            if not data:
+                return
+
+    def _deadline(self) -> Deadline:
+        return Deadline.after(self._control_deadline_s)
+
+    def _book(self, channel: Channel, peer_id: bytes, purpose: int, block: int) -> None:
+        self.ledger.book(channel.tally, peer_text(peer_id), purpose, block)
+
+
+def _busy_reply(busy: frames.Busy) -> messages.BusyReply:
+    return messages.BusyReply(retry_after_s=busy.retry_after_s)
+
+
+# --- what needs no trainer ----------------------------------------------------------------------
+
+
+@dataclass(frozen=True)
+class Status:
+    """What a node says of itself in a hello."""
+
+    role: int
+    round: int
+    blocks: tuple[int, ...] = ()
+
+
+def serve_basics(
+    service: Service,
+    run_id: bytes,
+    run_file: bytes,
+    status: Callable[[], Status],
+    records: Callable[[int, int], Awaitable[list[SignedRecord]]],
+    clock: Callable[[], float] = time.time,
+) -> None:
+    """Answer hello, run, peers and ping. `records` is given (block, cap)."""
+
+    def check_run(run: bytes) -> None:
+        if run != run_id:
+            raise frames.Refused(ErrorCode.WRONG_RUN, "this peer is part of another run")
+
+    async def hello(request: messages.Hello, _: bytes) -> Reply:
+        if request.run:
+            check_run(request.run)
+        now = status()
+        return Reply(
+            messages.HelloReply(
+                run=run_id,
+                role=now.role,
+                round=now.round,
+                now_s=clock(),
+                blocks=now.blocks,
+                agent=AGENT,
+            )
+        )
+
+    async def run(request: messages.RunRequest, _: bytes) -> Reply:
+        check_run(request.run)
+        return Reply(messages.RunReply(run=run_id), run_file)
+
+    async def peers(request: messages.PeersRequest, _: bytes) -> Reply:
+        check_run(request.run)
+        found = (await records(request.block, request.cap))[: request.cap]
+        return Reply(messages.PeersReply(count=len(found)), pack_records(found))
+
+    async def ping(request: messages.Ping, _: bytes) -> Reply:
+        inside = service.gate.inside
+        return Reply(messages.Pong(nonce=request.nonce, now_s=clock(), transfers=inside))
+
+    service.serve(messages.Hello, hello)
+    service.serve(messages.RunRequest, run)
+    service.serve(messages.PeersRequest, peers)
+    service.serve(messages.Ping, ping)

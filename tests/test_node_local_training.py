@@ -1,0 +1,159 @@
+"""Training on one machine: deterministic, resumable, and careful with its checkpoints."""
+
+from __future__ import annotations
+
+import errno
+import json
+from collections.abc import Callable
+from dataclasses import replace
+from pathlib import Path
+
+import pytest
+import torch
+from safetensors.torch import load_file, save_file
+
+import node.local_training
+from node.atomic import StorageError
+from node.data import Corpus, load_corpus
+from node.local_training import CHECKPOINT, LocalTraining, cut_off_run
+from node.model_folder import load_model, read_manifest
+from node.progress import Progress
+from protocol.errors import LeakError, ModelError, UsageError
+from swarm.run import ModelShape, Noise, Run, Training
+
+CPU = torch.device("cpu")
+RUN = Run(
+    ModelShape(blocks=2, layers=1, width=16, heads=2, context=16),
+    training=Training(steps=20, steps_per_round=3, batch=2),
+)
+
+
+@pytest.fixture
+def corpus(tmp_path: Path) -> Corpus:
+    path = tmp_path / "text.txt"
+    path.write_text("".join(f"{n} green bottles hanging on the wall\n" for n in range(400)))
+    return load_corpus(str(path))
+
+
+def train(
+    run: Run,
+    corpus: Corpus,
+    folder: Path,
+    stop: Callable[[], bool] = lambda: False,
+    resume: bool = False,
+) -> list[Progress]:
+    training = LocalTraining(run, corpus, "text.txt", folder, CPU)
+    if resume:
+        training.load_checkpoint()
+    seen: list[Progress] = []
+    training.train(seen.append, stop, evaluate_bytes=64)
+    return seen
+
+
+def stop_after(steps: int) -> Callable[[], bool]:
+    calls = iter(range(steps))
+    return lambda: next(calls, None) is None
+
+
+def weights(folder: Path) -> bytes:
+    return (folder / "model.safetensors").read_bytes()
+
+
+@pytest.mark.parametrize("coupling", ["look_ahead", "independent"])
+@pytest.mark.parametrize("adaptive", [False, True])
+def test_stopped_and_resumed_equals_uninterrupted(
+    corpus: Corpus, tmp_path: Path, coupling: str, adaptive: bool
+) -> None:
+    shape = replace(RUN.model, coupling=coupling)
+    run = replace(RUN, model=shape, noise=Noise(adaptive=adaptive))
+    progress = train(run, corpus, tmp_path / "whole")
+    assert [p.step for p in progress] == list(range(1, 21))
+    assert progress[-1].valid_ce_nats is not None
+    part = tmp_path / "part"
+    train(run, corpus, part, stop_after(7))
+    assert not (part / "manifest.json").exists()
+    assert cut_off_run(part).run == run
+    train(run, corpus, part, stop_after(4), resume=True)
+    assert [p.step for p in train(run, corpus, part, resume=True)] == list(range(12, 21))
+    assert weights(part) == weights(tmp_path / "whole")
+    assert not (part / CHECKPOINT).exists()
+    figures = [read_manifest(f)["evaluation"] for f in (part, tmp_path / "whole")]
+    assert figures[0] == figures[1]
+
+
+def test_seed_decides_the_weights(corpus: Corpus, tmp_path: Path) -> None:
+    for name, seed in (("a", 1), ("b", 1), ("c", 2)):
+        train(replace(RUN, seed=seed), corpus, tmp_path / name)
+    assert weights(tmp_path / "a") == weights(tmp_path / "b") != weights(tmp_path / "c")
+    model, manifest = load_model(tmp_path / "a", CPU)
+    assert model.run.seed == 1
+    assert manifest["evaluation"]["ce_nats"] < manifest["evaluation"]["ce_before_nats"]
+
+
+def test_full_disk_keeps_the_earlier_checkpoint(
+    corpus: Corpus, tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    folder = tmp_path / "m"
+    train(RUN, corpus, folder, stop_after(5))
+    kept = (folder / CHECKPOINT).read_bytes()
+
+    def full(tensors: object, path: Path, metadata: object) -> None:
+        path.write_bytes(kept[:100])
+        raise OSError(errno.ENOSPC, "No space left on device")
+
+    with monkeypatch.context() as patched:
+        patched.setattr(node.local_training, "save_file", full)
+        with pytest.raises(StorageError, match="the disk is full"):
+            train(RUN, corpus, folder, stop_after(3), resume=True)
+    assert (folder / CHECKPOINT).read_bytes() == kept
+    train(RUN, corpus, folder, resume=True)
+    train(RUN, corpus, tmp_path / "whole")
+    assert weights(folder) == weights(tmp_path / "whole")
+
+
+def test_other_text_is_not_resumed_on(corpus: Corpus, tmp_path: Path) -> None:
+    train(RUN, corpus, tmp_path / "m", stop_after(2))
+    other = replace(corpus, sha256="0" * 64)
+    with pytest.raises(UsageError, match="not the text"):
+        train(RUN, other, tmp_path / "m", resume=True)
+    bigger = replace(RUN, model=replace(RUN.model, width=32))
+    with pytest.raises(ModelError, match="does not fit"):
+        train(bigger, corpus, tmp_path / "m", resume=True)
+
+
+def test_damaged_checkpoints(corpus: Corpus, tmp_path: Path) -> None:
+    folder = tmp_path / "m"
+    with pytest.raises(UsageError, match="nothing to resume"):
+        cut_off_run(folder)
+    train(RUN, corpus, folder, stop_after(2))
+    path = folder / CHECKPOINT
+    whole = path.read_bytes()
+    tensors = {name: value.clone() for name, value in load_file(path).items()}  # off the file
+    for content in (b"", whole[:50], whole[: len(whole) // 2], b"x" * 200):
+        path.write_bytes(content)
+        with pytest.raises(ModelError, match="is damaged"):
+            cut_off_run(folder)
+    for facts in ("[]", "{}", "{", json.dumps({"run": {}})):
+        save_file(tensors, path, {"blockswarm": facts})
+        with pytest.raises(ModelError, match="is damaged"):
+            cut_off_run(folder)
+
+
+def test_refusals_before_any_work(corpus: Corpus, tmp_path: Path) -> None:
+    leaky = replace(RUN, noise=Noise(sigma_min=0.1, sigma_max=10))
+    with pytest.raises(LeakError, match="sigma_min"):
+        LocalTraining(leaky, corpus, "text.txt", tmp_path / "m", CPU)
+    wide = replace(RUN, model=replace(RUN.model, context=4096))
+    with pytest.raises(UsageError, match="one window of 4096"):
+        LocalTraining(wide, corpus, "text.txt", tmp_path / "m", CPU)
+    assert not (tmp_path / "m").exists()
+
+
+def test_a_loss_that_is_no_number_ends_the_run(corpus: Corpus, tmp_path: Path) -> None:
+    training = LocalTraining(RUN, corpus, "text.txt", tmp_path / "m", CPU)
+    with torch.no_grad():
+        training.swarm.workers[1].block.embedding.weight.fill_(torch.nan)
+    training.before = node.local_training.Evaluation(5.5, (), 1)
+    with pytest.raises(UsageError, match="block 1 diverged") as caught:
+        training.train(lambda _: None, lambda: False)
+    assert "--learning-rate 0.001" in caught.value.hint
