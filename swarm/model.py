@@ -21,7 +21,7 @@ def _draw(weight: Tensor, std: float) -> None:
     """Normal weights, drawn in float64: in float32 their last bits differ between CPUs, and all
     hosts of a run must start from the same ones."""
     with torch.no_grad():
-        weight.copy_(torch.randn(weight.shape, dtype=torch.float64) * std)
+        weight.copy_(nn.init.normal_(torch.empty(weight.shape, dtype=torch.float64), std=std))
 
 
 class LayerCache:
