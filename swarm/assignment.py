@@ -4,16 +4,17 @@ Decides from what everybody can read in the DHT and the logs. Knows nothing of h
 
 A newcomer takes one of the neediest blocks (fewest replicas whose updates were included lately)
 at random, among those that fit into its memory. A host that has a block moves only if another one
-is below its minimum, and only if its own stays at its minimum without it. All hosts see the same
-need at the same moment, so if each moved at once the whole swarm would run to the empty block and
-back: each host moves with a probability such that about as many move as are missing, then rests
-for some rounds. When a move is due and it is not drawn it is tried again the next round.
+is below its minimum, and only if it is not among the few that keep its own (`must_stay`). All
+hosts see the same need at the same moment, so if each moved at once the whole swarm would run to
+the empty block and back: each host moves with a probability such that about as many move as are
+missing, then rests for some rounds. When a move is due and it is not drawn it is tried again.
 """
 
 from __future__ import annotations
 
+import hashlib
 import random
-from collections.abc import Mapping, Sequence
+from collections.abc import Collection, Mapping, Sequence
 from dataclasses import dataclass
 
 
@@ -38,7 +39,7 @@ class HostLimits:
 
 @dataclass(frozen=True)
 class MoveRules:
-    """A host rests `rest_rounds` after a move, and moves away only after `patience_rounds` of need."""
+    """A host rests `rest_rounds` after a move, and moves only after `patience_rounds` of need."""
 
     rest_rounds: int = 8
     patience_rounds: int = 2
@@ -53,9 +54,7 @@ def fitting(blocks: Sequence[BlockView], limits: HostLimits) -> list[BlockView]:
     ]
 
 
-def first_choice(
-    blocks: Sequence[BlockView], limits: HostLimits, rng: random.Random
-) -> int | None:
+def first_choice(blocks: Sequence[BlockView], limits: HostLimits, rng: random.Random) -> int | None:
     """The block of a newcomer, or None if nothing fits. Below-minimum blocks come first."""
     possible = fitting(blocks, limits)
     if not possible:
@@ -71,14 +70,16 @@ def move(
     rounds_here: int,
     needy_rounds: Mapping[int, int],
     rng: random.Random,
+    *,
+    stays: bool,
     rules: MoveRules | None = None,
 ) -> int | None:
-    """The block to move to now, or None to stay. `needy_rounds`: for how long each was in need."""
+    """The block to move to now, or None to stay.
+
+    `needy_rounds`: for how long each block was in need. `stays`: see `must_stay`.
+    """
     rules = rules or MoveRules()
-    if rounds_here < rules.rest_rounds:
-        return None
-    here = next(view for view in blocks if view.block == own)
-    if here.replicas <= here.minimum:
+    if stays or rounds_here < rules.rest_rounds:
         return None
     needy = [
         view
@@ -90,14 +91,20 @@ def move(
     target = rng.choice(needy)
     missing = target.minimum - target.replicas
     spare = sum(max(view.replicas - view.minimum, 0) for view in blocks)
-    # About `missing` of the spare hosts go; and never so likely that all spare ones of a small
-    # swarm go together, which would empty the block that they come from.
-    chance = min(missing / max(spare, 1), 0.5 if spare > 1 else 1.0)
-    return target.block if rng.random() < chance else None
+    # About `missing` of the spare hosts go. Not a certainty even if all are needed: the others
+    # decide at the same moment, and who is not drawn tries again the next round.
+    return target.block if rng.random() < min(missing / max(spare, 1), 0.75) else None
 
 
-def needy_rounds_after(
-    before: Mapping[int, int], blocks: Sequence[BlockView]
-) -> dict[int, int]:
+def must_stay(me: str, replicas: Collection[str], minimum: int) -> bool:
+    """Whether this host is one of the `minimum` that keep the block: those of the lowest hash.
+
+    Without it the two replicas of a block would leave together, each relying on the other.
+    """
+    ranked = sorted({*replicas, me}, key=lambda p: hashlib.blake2b(p.encode()).digest())
+    return me in ranked[:minimum]
+
+
+def needy_rounds_after(before: Mapping[int, int], blocks: Sequence[BlockView]) -> dict[int, int]:
     """One more round of watching: blocks below their minimum, and for how many rounds they were."""
     return {v.block: before.get(v.block, 0) + 1 for v in blocks if v.replicas < v.minimum}

@@ -12,6 +12,7 @@ from __future__ import annotations
 
 from collections.abc import Mapping
 from dataclasses import dataclass, field
+from functools import cached_property
 
 MAX_OFFSET_S = 3600.0
 SAMPLES_PER_PEER = 8
@@ -50,7 +51,7 @@ class RunClock:
     def without(self, peer: str) -> RunClock:
         return RunClock({name: s for name, s in self.samples.items() if name != peer})
 
-    @property
+    @cached_property
     def correction_s(self) -> float:
         """Lower median of the peers' offsets and our own 0. Of each peer the quickest sample."""
         offsets = [0.0]

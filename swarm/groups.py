@@ -10,8 +10,8 @@ two that follows the number of members in the log (the same for all), in wide st
 
 In the second stage everybody applies the aggregates of all groups. A group's aggregate is claimed
 by a few speakers of the group, and a committee of the round, drawn by hash, votes on which groups
-made it in time: 16 votes to read instead of one per replica. Nobody is in charge: both are sets that
-everybody computes, they change every round, and if all of them are gone that round gives no
+made it in time: 15 votes to read instead of one per replica. Nobody is in charge: both are sets
+that everybody computes, they change every round, and if all of them are gone that round gives no
 step and all updates go back to their senders.
 """
 
@@ -19,6 +19,7 @@ from __future__ import annotations
 
 import hashlib
 from collections.abc import Collection
+from functools import lru_cache
 
 MAX_GROUP = 16
 FILL = 10  # average members per group; few groups then exceed MAX_GROUP
@@ -34,6 +35,7 @@ def group_count(members: int) -> int:
     return count
 
 
+@lru_cache(maxsize=1 << 16)
 def _rank(purpose: str, number: int, peer: str) -> int:
     text = f"{purpose}/{number}/{peer}".encode()
     return int.from_bytes(hashlib.blake2b(text, digest_size=8).digest(), "big")

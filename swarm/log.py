@@ -11,11 +11,13 @@ equal on all replicas (who may vote, reference norms, scores) is therefore read 
 
 from __future__ import annotations
 
+import enum
 import hashlib
 from collections import Counter
 from collections.abc import Sequence
 from dataclasses import dataclass
 from functools import cached_property
+from itertools import pairwise
 
 from protocol.errors import BlockswarmError, WireError
 
@@ -66,6 +68,11 @@ class Entry:
     def contribution_of(self, sender: str) -> Contribution | None:
         return next((c for c in self.contributions if c.sender == sender), None)
 
+    @cached_property
+    def named(self) -> frozenset[bytes]:
+        """The digests of its agreed set."""
+        return frozenset(c.digest for c in self.contributions)
+
     def included(self, digest: bytes) -> bool:
         return any(c.digest == digest and c.scale > 0 for c in self.contributions)
 
@@ -84,13 +91,21 @@ def check_chain(entries: Sequence[Entry], head: bytes) -> None:
     """Raise LogError unless the entries are linked, ascend, and end in the signed digest."""
     if not entries or len(entries) > MAX_ENTRIES:
         raise LogError(f"a log of {len(entries)} entries")
-    for before, after in zip(entries, entries[1:], strict=False):
+    for before, after in pairwise(entries):
         if after.parent != before.digest or after.round <= before.round:
             raise LogError(f"log entry of round {after.round} does not follow its parent")
     if any(len(entry.contributions) > MAX_CONTRIBUTIONS for entry in entries):
         raise LogError("log entry with too many contributions")
     if entries[-1].digest != head:
         raise LogError("log does not end in the digest that was asked for")
+
+
+class MoveMode(enum.Enum):
+    """What becomes of the unsent part when a replica changes branches (see swarm.forks)."""
+
+    REBASE = "rebase"
+    MERGE = "merge"
+    KEEP = "keep"
 
 
 @dataclass(frozen=True)
@@ -100,7 +115,11 @@ class MovePlan:
     rollback: tuple[Entry, ...]  # ours, newest first
     snapshot: Entry | None  # fetch these weights instead of rolling back
     forward: tuple[Entry, ...]  # theirs, oldest first: fetch and apply their steps
-    known: bool  # whether a common ancestor was found
+    fork: Entry | None  # the common ancestor
+
+    @property
+    def known(self) -> bool:
+        return self.fork is not None
 
 
 @dataclass(frozen=True)
@@ -131,7 +150,7 @@ class ConsensusLog:
         first = self.entries[0]
         pins = [
             after
-            for before, after in zip(self.entries, self.entries[1:], strict=False)
+            for before, after in pairwise(self.entries)
             if after.round // self.snapshot_every > before.round // self.snapshot_every
         ]
         return tuple(([] if first.round >= 0 else [first]) + pins)[-2:] or (first,)
@@ -161,26 +180,27 @@ class ConsensusLog:
         for i in range(len(theirs) - 1, -2, -1):
             digest = theirs[i].digest if i >= 0 else theirs[0].parent
             if digest in ours:
+                fork = self.entries[ours[digest]]
                 rollback = self.entries[ours[digest] + 1 :][::-1]
                 forward = tuple(theirs[i + 1 :])
                 have_steps = not forward or not pinned or forward[0].round > pinned[0].round
                 can_roll = all(entry in self.steps_kept() for entry in rollback)
                 if have_steps and can_roll:
-                    return MovePlan(tuple(rollback), None, forward, True)
-                return self._from_snapshot(tuple(rollback), theirs, pinned, True)
-        return self._from_snapshot((), theirs, pinned, False)
+                    return MovePlan(tuple(rollback), None, forward, fork)
+                return self._from_snapshot(tuple(rollback), theirs, pinned, fork)
+        return self._from_snapshot((), theirs, pinned, None)
 
     def _from_snapshot(
         self,
         rollback: tuple[Entry, ...],
         theirs: Sequence[Entry],
         pinned: Sequence[Entry],
-        known: bool,
+        fork: Entry | None,
     ) -> MovePlan:
         usable = [entry for entry in pinned if entry in theirs]
         start = usable[-1] if usable else theirs[-1]
         forward = tuple(entry for entry in theirs if entry.round > start.round)
-        return MovePlan(rollback, start, forward, known)
+        return MovePlan(rollback, start, forward, fork)
 
     def moved(self, theirs: Sequence[Entry]) -> ConsensusLog:
         """This log on their branch: their chain, with our older entries under it if they link."""
@@ -212,6 +232,14 @@ class ConsensusLog:
         return Counter(
             c.sender for e in self.entries[-window:] for c in e.contributions if c.scale > 0
         )
+
+    def has_update(self, digest: bytes, window: int = 256) -> bool:
+        """Whether an update was in an agreed set before: then an offer of it is a replay."""
+        return any(digest in entry.named for entry in self.entries[-window:])
+
+    def member_count(self, window: int = 8) -> int:
+        """How many replicas the block has: the most senders of one round, lately."""
+        return max((len(entry.contributions) for entry in self.entries[-window:]), default=0)
 
     def eligible_voters(self, seniority: int = 3, window: int = 8) -> frozenset[str]:
         """Who has a vote: senders that were included in `seniority` of the last rounds.

@@ -24,7 +24,7 @@ from protocol.frames import content_digest
 from protocol.limits import PAYLOAD_MAX_BYTES, TIME_MAX_S, Kind
 from swarm.deadline import DeadlineRules
 from swarm.groups import MAX_GROUP, group_count
-from swarm.round import RoundRules
+from swarm.round_state import RoundRules
 from swarm.run import VOCABULARY, ModelShape, Noise, Objective, Run, Training
 
 FORMAT = 1

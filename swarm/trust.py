@@ -10,7 +10,7 @@ word counts after it was seen for some rounds, and exclusions double each time.
 
 from __future__ import annotations
 
-from collections.abc import Mapping, Sequence
+from collections.abc import Iterable, Mapping, Sequence
 from dataclasses import dataclass, field, replace
 
 MAX_PEERS = 4096
@@ -51,20 +51,19 @@ class TrustBook:
         return self.peers.get(peer, Standing())
 
     def _with(self, peer: str, standing: Standing) -> TrustBook:
-        peers = {**self.peers, peer: standing}
-        if len(peers) > MAX_PEERS:  # forget who was seen longest ago, but never an exclusion first
-            least = min(peers, key=lambda p: (peers[p].excluded_until, peers[p].last_seen))
-            del peers[least]
-        return replace(self, peers=peers)
+        return replace(self, peers=_bounded({**self.peers, peer: standing}))
 
-    def seen(self, peer: str, number: int) -> TrustBook:
-        """Count a round in which the peer showed a signed record; once per round."""
-        old = self.of(peer)
-        if number <= old.last_seen:
-            return self
-        gone = old.last_seen >= 0 and number - old.last_seen > self.rules.absence
-        rounds = 1 if gone else old.rounds_seen + 1
-        return self._with(peer, replace(old, rounds_seen=rounds, last_seen=number))
+    def seen(self, peers: Iterable[str], number: int) -> TrustBook:
+        """Count a round in which these peers showed a signed record; once per round."""
+        book = dict(self.peers)
+        for peer in peers:
+            old = book.get(peer, Standing())
+            if number <= old.last_seen:
+                continue
+            gone = old.last_seen >= 0 and number - old.last_seen > self.rules.absence
+            rounds = 1 if gone else old.rounds_seen + 1
+            book[peer] = replace(old, rounds_seen=rounds, last_seen=number)
+        return replace(self, peers=_bounded(book))
 
     def senior(self, peer: str) -> bool:
         return self.of(peer).rounds_seen >= self.rules.seniority
@@ -86,10 +85,16 @@ class TrustBook:
         length = min(self.rules.exclusion << min(old.exclusions, 16), self.rules.longest_exclusion)
         return self._with(
             peer,
-            replace(
-                old, faults=(), excluded_until=number + length, exclusions=old.exclusions + 1
-            ),
+            replace(old, faults=(), excluded_until=number + length, exclusions=old.exclusions + 1),
         )
+
+
+def _bounded(peers: dict[str, Standing]) -> dict[str, Standing]:
+    """Forget who was seen longest ago, but an exclusion last: identities are free to flood us."""
+    if len(peers) <= MAX_PEERS:
+        return peers
+    ranked = sorted(peers, key=lambda p: (peers[p].excluded_until, peers[p].last_seen))
+    return {p: peers[p] for p in ranked[-MAX_PEERS:]}
 
 
 @dataclass(frozen=True)
@@ -112,5 +117,5 @@ class Canary:
         return replace(self, recent_nats=(*self.recent_nats, loss_nats)[-self.history :]), False
 
     def harmful(self, before_nats: float, after_nats: Sequence[tuple[str, float]]) -> list[str]:
-        """Senders whose update alone makes the consensus before it worse by more than the margin."""
+        """Senders whose update alone makes the consensus worse by more than the margin."""
         return [s for s, loss in after_nats if not loss <= before_nats + self.margin_nats]

@@ -1,0 +1,388 @@
+"""How the agreed updates of a round become one step of the consensus, the same bits everywhere.
+
+Decides the arithmetic: fixed point, exact norms, the clip, the robust rule, the rounding of the
+mean. Knows nothing of peers, votes, deadlines or codecs.
+
+Fixed point. The consensus is an int32 vector in units of 2**-QUANTUM_BITS (|weight| < 128,
+resolution 6e-8, finer than fp32 above 1). Integer addition is exact and commutes, so no CPU,
+thread count or library version can change a bit of it; fp32 weights are derived from it. It costs
+no memory: every host needs one copy of the consensus beside its running weights in any case
+(its update is their difference), and that copy is this one.
+
+The rule. With sparse top-k updates a coordinate-wise median is nearly all zero: most coordinates
+come from one sender. So updates are judged whole:
+- norms are clipped to 1.25 times the reference (median of this round or of the last ones; honest
+  norms differ by 1.1), and one of 4 times the reference is left out;
+- each update gets a score, its exact cosine to the trend (the sum of the last steps) plus the sum
+  of the other updates. One round's sparse updates overlap too little to tell a sign flip; the trend
+  does. Left out is who opposes it more than the others do, now or on the average of its last rounds
+  (scores stand in the log), and who is aimless while the others clearly are not.
+What was left out or clipped away is not lost: its sender knows the same numbers and keeps it (see
+swarm/feedback.py). `tests/test_swarm_aggregate.py` holds the table by which the rule was chosen.
+
+Known limits: noise of an ordinary norm late in training looks like an unlucky honest update and
+gets 1/n of the weight; so does an old update of one's own under a new name; a colluding majority
+wins. Only the canary (swarm/trust.py) sees those. Two updates cannot outvote each other, so the
+rule starts at three.
+"""
+
+from __future__ import annotations
+
+import enum
+import hashlib
+from collections.abc import Sequence
+from dataclasses import dataclass
+from math import isqrt
+
+import numpy as np
+import numpy.typing as npt
+
+from protocol.errors import WireError
+
+Ints = npt.NDArray[np.int64]
+
+QUANTUM_BITS = 24
+VALUE_LIMIT = 2**31  # |value| of an update, in quanta: what int32 holds
+CLIP_X16 = 20  # the clip stands at 1.25 times the reference norm; honest norms differ by 1.1
+REFUSE_X16 = 64  # at 4 times the reference it is no accident: left out
+# Cosines to the recent trend and to the other updates, in 1/1024. Left out is an update
+OPPOSED_X1024 = -51  # below -0.05 in this round
+OPPOSED_GAP_X1024 = 82  # and 0.08 below the median one,
+OPPOSED_MEAN_X1024 = -10  # or of a sender whose average of the last rounds is below -0.01
+OPPOSED_MEAN_GAP_X1024 = 31  # and 0.03 below the median sender's,
+CLEAR_X1024 = 41  # or below a quarter of the median sender's while that one is above 0.04.
+MIN_PAST = 3  # an average speaks only with so many rounds behind it
+SCALE_ONE = 1 << 16
+
+
+class UpdateError(WireError):
+    """An update that no honest codec produces: wrong size, order, range."""
+
+
+@dataclass(frozen=True, eq=False)
+class FixedUpdate:
+    """A vector of `size` coordinates in quanta: all of them, or only those at `indices`."""
+
+    size: int
+    indices: Ints | None
+    values: Ints
+
+    def dense(self) -> Ints:
+        if self.indices is None:
+            return self.values
+        out = np.zeros(self.size, dtype=np.int64)
+        out[self.indices] = self.values
+        return out
+
+    def same_as(self, other: FixedUpdate) -> bool:
+        return self.size == other.size and bool(np.array_equal(self.dense(), other.dense()))
+
+
+def checked(update: FixedUpdate, size: int) -> FixedUpdate:
+    """The same update if it is well formed for a block of `size` weights; otherwise UpdateError."""
+    values, indices = update.values, update.indices
+    if update.size != size:
+        raise UpdateError(f"update of {update.size} weights for a block of {size}")
+    if values.ndim != 1 or values.dtype.kind != "i":
+        raise UpdateError("update values are not a vector of integers")
+    if len(values) and not (int(values.min()) > -VALUE_LIMIT and int(values.max()) < VALUE_LIMIT):
+        raise UpdateError("update value out of range")
+    if indices is None:
+        if len(values) != size:
+            raise UpdateError(f"dense update with {len(values)} of {size} values")
+    else:
+        if indices.ndim != 1 or indices.dtype.kind != "i" or len(indices) != len(values):
+            raise UpdateError("update indices do not match its values")
+        if len(indices) and (
+            int(indices[0]) < 0 or int(indices[-1]) >= size or bool(np.any(np.diff(indices) <= 0))
+        ):
+            raise UpdateError("update indices are not ascending within the block")
+        indices = indices.astype(np.int64, copy=False)
+    return FixedUpdate(size, indices, values.astype(np.int64, copy=False))
+
+
+def from_codec(size: int, indices: Ints | None, values: Ints, bits: int) -> FixedUpdate:
+    """A decoded update (units of 2**-bits, bits >= QUANTUM_BITS) in quanta, checked.
+
+    Halves are rounded away from zero. The sender does the same to its own update before it books
+    it, so what the rounding drops stays unsent.
+    """
+    unit = 1 << (bits - QUANTUM_BITS)
+    if values.ndim != 1 or values.dtype.kind != "i":
+        raise UpdateError("update values are not a vector of integers")
+    if len(values) and max(int(values.max()), -int(values.min())) >= VALUE_LIMIT * unit - unit:
+        raise UpdateError("update value out of range")
+    return checked(FixedUpdate(size, indices, rounded_mean(values.astype(np.int64), unit)), size)
+
+
+def exact_dot(a: Ints, b: Ints) -> int:
+    """Inner product as a Python int, exact for |a|, |b| < 2**35 and fewer than 2**25 terms each.
+
+    Halves of 18 bits: |high| <= 2**17 and low < 2**18, so a product is below 2**36 and a sum of
+    2**25 of them below 2**61. Longer vectors are cut into pieces.
+    """
+    total = 0
+    for start in range(0, len(a), 1 << 25):
+        x, y = a[start : start + (1 << 25)], b[start : start + (1 << 25)]
+        x1, x0, y1, y0 = x >> 18, x & 0x3FFFF, y >> 18, y & 0x3FFFF
+        middle = int(np.dot(x1, y0)) + int(np.dot(x0, y1))
+        total += (int(np.dot(x1, y1)) << 36) + (middle << 18) + int(np.dot(x0, y0))
+    return total
+
+
+def norm(update: FixedUpdate) -> int:
+    """Euclidean norm in quanta, rounded down."""
+    return isqrt(exact_dot(update.values, update.values))
+
+
+def lower_median(values: Sequence[int]) -> int:
+    """The middle value; of two the lower, so that half of the senders cannot raise it."""
+    return sorted(values)[(len(values) - 1) // 2]
+
+
+def clip_scale(update_norm: int, limit: int) -> int:
+    """The factor, in 1/65536, that brings a norm down to the limit; SCALE_ONE if it is within."""
+    return SCALE_ONE if update_norm <= limit else (limit * SCALE_ONE) // update_norm
+
+
+def norm_limit(recent_norms: Sequence[int]) -> int | None:
+    """What a sender shrinks its own update to: beyond it the others clip, far beyond they refuse.
+
+    None while the log has no past. What does not fit is unsent and follows in the next rounds.
+    """
+    reference = lower_median(recent_norms) if recent_norms else 0
+    return reference * CLIP_X16 // 16 if reference else None
+
+
+def scaled(update: FixedUpdate, scale: int) -> FixedUpdate:
+    """update * scale / 65536, rounded toward zero: never longer than asked."""
+    if scale == SCALE_ONE:
+        return update
+    magnitude = (np.abs(update.values) * scale) >> 16
+    return FixedUpdate(update.size, update.indices, np.sign(update.values) * magnitude)
+
+
+def rounded_mean(total: Ints, count: int) -> Ints:
+    """total / count, halves away from zero: symmetric, so that no drift builds up over rounds."""
+    result: Ints = np.sign(total) * ((2 * np.abs(total) + count) // (2 * count))
+    return result
+
+
+def add_into(total: Ints, update: FixedUpdate, times: int = 1) -> None:
+    """total += times * update, in place."""
+    if update.indices is None:
+        total += times * update.values
+    else:
+        total[update.indices] += times * update.values
+
+
+def compact(dense: Ints) -> FixedUpdate:
+    """The shorter of the two forms of a dense vector (an index costs as much as a value)."""
+    indices = np.flatnonzero(dense).astype(np.int64)
+    if 2 * len(indices) < len(dense):
+        return FixedUpdate(len(dense), indices, dense[indices])
+    return FixedUpdate(len(dense), None, dense)
+
+
+class Rule(enum.Enum):
+    """How updates are combined. All but AGREE stand in the attack table as controls."""
+
+    MEAN = "mean"  # plain averaging
+    CLIP = "clip"  # norm clip, then the mean
+    AGREE = "agree"  # norm clip, leave out who opposes the rest, then the mean
+    MEDIAN = "median"  # coordinate-wise lower median of the clipped updates
+
+
+@dataclass(frozen=True, eq=False)
+class Aggregate:
+    """The step of a round. `scales[i]` is the part of update i that went in, in 1/65536."""
+
+    delta: FixedUpdate
+    scales: tuple[int, ...]
+    median_norm: int
+    scores: tuple[int, ...] = ()
+
+    @property
+    def contributors(self) -> int:
+        return sum(scale > 0 for scale in self.scales)
+
+
+def _scores(clipped: Sequence[FixedUpdate], out: set[int], direction: Ints) -> list[int]:
+    """Cosine of each update to `direction` without the update itself, in 1/1024, rounded down."""
+    total_squared = exact_dot(direction, direction)
+    scores = []
+    for i, update in enumerate(clipped):
+        at = direction if update.indices is None else direction[update.indices]
+        own_squared = exact_dot(update.values, update.values)
+        product = exact_dot(update.values, at)
+        rest_squared = total_squared
+        if i not in out:
+            rest_squared += own_squared - 2 * product
+            product -= own_squared
+        size = isqrt(own_squared * max(rest_squared, 0))
+        scores.append((product << 10) // size if size else 0)
+    return scores
+
+
+def _apart(value: int, others: Sequence[int], gap: int) -> bool:
+    """Below the others' median by the gap, and by more than they differ among themselves.
+
+    The extremes of five or more are left out of that spread, or two liars would shield each other.
+    """
+    ranked = sorted(others)
+    cut = (len(ranked) - 1) // 4
+    spread = ranked[len(ranked) - 1 - cut] - ranked[cut]
+    return value < lower_median(ranked) - max(gap, spread)
+
+
+def _suspect(
+    i: int, kept: Sequence[int], scores: Sequence[int], means: dict[int, int], rounds: int
+) -> bool:
+    """Opposed now, opposed on the average, or aimless on the average: always against the median.
+
+    Near the optimum honest updates cancel, so each of them opposes the sum of the others, and those
+    with other data more than the rest; only one that stands clearly apart is suspect.
+    """
+    rest = [k for k in kept if k != i]
+    middle_mean = lower_median([means[k] for k in kept])
+    if scores[i] < OPPOSED_X1024 and _apart(
+        scores[i], [scores[k] for k in rest], OPPOSED_GAP_X1024
+    ):
+        return True
+    if rounds < MIN_PAST:
+        return False
+    if means[i] < OPPOSED_MEAN_X1024 and _apart(
+        means[i], [means[k] for k in rest], OPPOSED_MEAN_GAP_X1024
+    ):
+        return True
+    return middle_mean > CLEAR_X1024 and 4 * means[i] < middle_mean
+
+
+def _judge(
+    clipped: Sequence[FixedUpdate],
+    refused: set[int],
+    trend: FixedUpdate | None,
+    past: Sequence[Sequence[int]],
+) -> tuple[set[int], list[int]]:
+    """Who is left out, and everybody's score. Worst first, and scored again after each.
+
+    One at a time, because a strong liar makes honest updates look opposed as long as it is part
+    of the sum. At most a minority goes, so that liars cannot argue the majority away.
+    """
+    out, most = set(refused), (len(clipped) - 1) // 2
+    direction = trend.dense().copy() if trend else np.zeros(clipped[0].size, dtype=np.int64)
+    for i, update in enumerate(clipped):
+        if i not in out:
+            add_into(direction, update)
+    while True:
+        scores = _scores(clipped, out, direction)
+        kept = [i for i in range(len(clipped)) if i not in out]
+        if len(out) >= most or len(clipped) < 3:
+            return out, scores
+        means = {i: (sum(past[i]) + scores[i]) // (len(past[i]) + 1) for i in kept}
+        suspects = [i for i in kept if _suspect(i, kept, scores, means, len(past[i]))]
+        if not suspects:
+            return out, scores
+        worst = min(suspects, key=lambda i: (means[i], i))
+        out.add(worst)
+        add_into(direction, clipped[worst], -1)
+
+
+def _median(clipped: Sequence[FixedUpdate]) -> Ints:
+    stacked = np.sort(np.stack([update.dense() for update in clipped]), axis=0)
+    low, high = stacked[(len(clipped) - 1) // 2], stacked[len(clipped) // 2]
+    return rounded_mean(low + high, 2)
+
+
+def aggregate(
+    updates: Sequence[FixedUpdate],
+    *,
+    rule: Rule = Rule.AGREE,
+    recent_norms: Sequence[int] = (),
+    trend: FixedUpdate | None = None,
+    past_scores: Sequence[Sequence[int]] = (),
+) -> Aggregate:
+    """Combine checked updates, given in the order of their digests.
+
+    From the log, hence equal on every replica of the same consensus: `recent_norms`, the median
+    norms of the last rounds (with one or two updates there is no majority to measure against, but
+    there is a past, and a sender of tiny updates cannot clip the others to nothing); `trend`, the
+    sum of the last steps; `past_scores`, for each update the last scores of its sender.
+    """
+    if not updates:
+        raise ValueError("nothing to aggregate")
+    past = list(past_scores) or [()] * len(updates)
+    norms = [norm(update) for update in updates]
+    median_norm = lower_median(norms)
+    reference = max(median_norm, lower_median(recent_norms) if recent_norms else 0)
+    scales = [SCALE_ONE] * len(updates)
+    if rule is not Rule.MEAN:
+        scales = [clip_scale(length, reference * CLIP_X16 // 16) for length in norms]
+    clipped = [scaled(update, scale) for update, scale in zip(updates, scales, strict=True)]
+    if rule is Rule.MEDIAN:
+        return Aggregate(compact(_median(clipped)), tuple(scales), median_norm)
+    scores: list[int] = []
+    if rule is Rule.AGREE:
+        oversized = {i for i, length in enumerate(norms) if 16 * length > REFUSE_X16 * reference}
+        out, scores = _judge(clipped, oversized, trend, past)
+        scales = [0 if i in out else scale for i, scale in enumerate(scales)]
+    kept = [update for update, scale in zip(clipped, scales, strict=True) if scale]
+    total = np.zeros(updates[0].size, dtype=np.int64)
+    for update in kept:
+        add_into(total, update)
+    delta = compact(rounded_mean(total, max(len(kept), 1)))
+    return Aggregate(delta, tuple(scales), median_norm, tuple(scores))
+
+
+def combine_groups(groups: Sequence[tuple[FixedUpdate, int]]) -> FixedUpdate:
+    """Mean of the groups' aggregates, each weighted by how many updates went into it."""
+    total = np.zeros(groups[0][0].size, dtype=np.int64)
+    for delta, contributors in groups:
+        add_into(total, delta, contributors)
+    return compact(rounded_mean(total, sum(contributors for _, contributors in groups)))
+
+
+def apply_step(
+    consensus: npt.NDArray[np.int32], delta: FixedUpdate
+) -> tuple[npt.NDArray[np.int32], FixedUpdate]:
+    """The next consensus, and the step as it really was.
+
+    A weight that would leave int32 stays at its edge; the returned step says so, which makes every
+    step of the log exactly reversible: old + step = new and new - step = old.
+    """
+    wanted = consensus.astype(np.int64)
+    add_into(wanted, delta)
+    new = np.clip(wanted, -(VALUE_LIMIT - 1), VALUE_LIMIT - 1)
+    if np.array_equal(new, wanted):
+        return new.astype(np.int32), delta
+    return new.astype(np.int32), compact(new - consensus.astype(np.int64))
+
+
+def to_float(consensus: npt.NDArray[np.int32]) -> npt.NDArray[np.float32]:
+    """The fp32 weights of a consensus: one correctly rounded division by a power of two."""
+    return (consensus.astype(np.float64) * 2.0**-QUANTUM_BITS).astype(np.float32)
+
+
+def to_fixed(weights: npt.NDArray[np.float32]) -> npt.NDArray[np.int32]:
+    """The nearest consensus to fp32 weights (used once, for a run's first weights)."""
+    quanta = np.rint(weights.astype(np.float64) * 2.0**QUANTUM_BITS)
+    return np.clip(quanta, -(VALUE_LIMIT - 1), VALUE_LIMIT - 1).astype(np.int32)
+
+
+def weights_digest(consensus: npt.NDArray[np.int32]) -> bytes:
+    """The name of a consensus: blake2b over its little-endian int32 values."""
+    state = hashlib.blake2b(b"blockswarm weights 1", digest_size=32)
+    state.update(len(consensus).to_bytes(8, "big"))
+    state.update(np.ascontiguousarray(consensus, dtype="<i4").data)
+    return state.digest()
+
+
+def step_digest(delta: FixedUpdate) -> bytes:
+    """The name of a step, whatever form it is held in."""
+    state = hashlib.blake2b(b"blockswarm step 1", digest_size=32)
+    dense = delta.dense()
+    indices = np.flatnonzero(dense)
+    state.update(delta.size.to_bytes(8, "big"))
+    state.update(np.ascontiguousarray(indices, dtype="<i8").data)
+    state.update(np.ascontiguousarray(dense[indices], dtype="<i8").data)
+    return state.digest()

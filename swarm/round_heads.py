@@ -1,0 +1,133 @@
+"""How the consensus of a replica moves: by its own step, or onto the others' branch.
+
+Decides the fate of our own updates with every move (settled, returned, still in flight), and when
+to look for another head. Which head wins is decided in `swarm.forks`.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Mapping
+from dataclasses import replace
+
+from swarm import actions as act
+from swarm.clock import exchange_opens_s
+from swarm.forks import SignedHead, move_mode, support, winner
+from swarm.log import Entry, LogError, MoveMode, check_chain
+from swarm.round_state import Phase, RoundState, Sync, active, with_stage
+from swarm.votes import UpdateRef
+
+
+def _settle(
+    state: RoundState, new: tuple[Entry, ...], given_up: tuple[Entry, ...], out: list[act.Action]
+) -> Mapping[UpdateRef, int]:
+    """The fate of our updates after the chain got `new` entries and lost `given_up` ones."""
+    before, after = _own_scales(state.me, given_up), _own_scales(state.me, new)
+    for digest, scale in sorted(before.items()):
+        if after.get(digest) != scale:
+            out.append(act.ReturnToFeedback(UpdateRef(digest, state.me), scale))
+    for digest, scale in sorted(after.items()):
+        if before.get(digest) != scale:
+            out.append(act.Settle(UpdateRef(digest, state.me), scale))
+    left_out = {
+        ref: number
+        for ref, number in state.in_flight.items()
+        if ref.digest not in after and new and number <= new[-1].round
+    }
+    out.extend(act.ReturnToFeedback(ref) for ref in sorted(left_out))
+    return {
+        ref: number
+        for ref, number in state.in_flight.items()
+        if ref.digest not in after and ref not in left_out
+    }
+
+
+def _own_scales(me: str, entries: tuple[Entry, ...]) -> dict[bytes, int]:
+    own = [entry.contribution_of(me) for entry in entries]
+    return {c.digest: c.scale for c in own if c is not None and c.scale > 0}
+
+
+def apply_entry(state: RoundState, entry: Entry, out: list[act.Action]) -> RoundState:
+    """Our step is computed. If the head has moved meanwhile it is of no use any more."""
+    if entry.parent != state.log.head.digest or entry.round <= state.log.head.round:
+        return state
+    out.append(act.Apply(entry))
+    in_flight = _settle(state, (entry,), (), out)
+    state = replace(state, log=state.log.appended(entry), in_flight=in_flight, sync=None)
+    if entry.round == state.round:
+        state = replace(with_stage(state, phase=Phase.DONE), outcome="decided")
+    return state
+
+
+def choose_head(state: RoundState, now_s: float, out: list[act.Action]) -> RoundState:
+    """Look whether others stand elsewhere. Before the first deadline only if most of them do."""
+    stage = state.stage
+    if state.sync is not None or stage is None or stage.phase in (Phase.REPAIR, Phase.AGGREGATE):
+        return state
+    head = state.log.head
+    if all(v.head == head.digest or v.round != state.round for v in state.peers.values()):
+        return state
+    if stage.phase is Phase.DONE and head.round == state.round:
+        return state  # our step is made; what the others signed is from before theirs
+    heads = {
+        peer: SignedHead(view.head, view.head_round, state.trust.senior(peer))
+        for peer, view in state.peers.items()
+        if view.round == state.round and active(state, peer)
+    }
+    # In a young swarm nobody is senior and all count; we must not be the first to think we are.
+    mature = state.round - state.warm_until >= 2 * state.trust.rules.seniority
+    heads[state.me] = SignedHead(head.digest, head.round, mature)
+    counts = support(heads, state.round)
+    target = winner(counts)
+    if target is None or target == head.digest:
+        return state
+    known = 1 + sum(active(state, peer) for peer in state.peers)
+    if now_s < stage.first_s and 2 * counts[target] <= known:
+        return state
+    holders = tuple(sorted(p for p, h in heads.items() if h.digest == target))
+    until = exchange_opens_s(state.round + 1, state.rules.start_s, state.rules.period_s)
+    out.append(act.FetchConsensus(target, head.digest, holders, until))
+    return replace(state, sync=Sync(target, until))
+
+
+def fetched(state: RoundState, event: act.ConsensusFetched, out: list[act.Action]) -> RoundState:
+    if state.sync is None or event.target != state.sync.target:
+        return state
+    try:
+        check_chain(event.entries, event.target)
+    except LogError:
+        return state
+    log = state.log
+    plan = log.plan_move(event.entries, event.pinned)
+    mode = move_mode(log, plan, event.entries)
+    out.append(act.MoveTo(event.entries[-1], plan, mode))
+    if mode is not MoveMode.REBASE:
+        out.extend(act.ReturnToFeedback(ref) for ref in sorted(state.in_flight))
+        in_flight: Mapping[UpdateRef, int] = {}
+    else:
+        after = plan.fork.round if plan.fork else log.head.round
+        new = tuple(entry for entry in event.entries if entry.round > after)
+        in_flight = _settle(state, new, plan.rollback, out)
+    newcomer = not any(e.contribution_of(state.me) for e in log.entries)
+    warm = state.round + 1 if newcomer and event.entries[-1].round > 0 else state.warm_until
+    return replace(
+        state,
+        log=log.moved(event.entries),
+        in_flight=in_flight,
+        sync=None,
+        warm_until=max(warm, state.warm_until),
+    )
+
+
+def fetch_failed(state: RoundState, target: bytes, liars: tuple[str, ...]) -> RoundState:
+    trust = state.trust
+    for peer in liars:
+        trust = trust.exclude(peer, state.round)
+    state = replace(state, trust=trust)
+    if state.sync is None or state.sync.target != target:
+        return state
+    # Look again in the next round; until then do not ask for the same in a loop.
+    peers = {
+        p: replace(v, round=v.round - 1) if v.head == target and v.round == state.round else v
+        for p, v in state.peers.items()
+    }
+    return replace(state, sync=None, peers=peers)

@@ -1,0 +1,244 @@
+"""Aggregation: exact, the same in any form, and hard to harm. The attack table is here."""
+
+from __future__ import annotations
+
+from math import isqrt
+
+import numpy as np
+import pytest
+from hypothesis import given, settings
+from hypothesis import strategies as st
+
+from swarm.aggregate import (
+    SCALE_ONE,
+    VALUE_LIMIT,
+    FixedUpdate,
+    Ints,
+    Rule,
+    UpdateError,
+    aggregate,
+    apply_step,
+    checked,
+    combine_groups,
+    compact,
+    exact_dot,
+    from_codec,
+    norm,
+    rounded_mean,
+    scaled,
+    step_digest,
+    to_fixed,
+    to_float,
+    weights_digest,
+)
+from swarm.feedback import corrected, correction, unsent
+
+SIZE = 40
+PINNED_WEIGHTS = "e5842141b2059e41"
+PINNED_STEP = "407dfed5d6cc240b"
+
+
+@st.composite
+def vectors(draw: st.DrawFn, limit: int = VALUE_LIMIT - 1) -> FixedUpdate:
+    places = sorted(draw(st.sets(st.integers(0, SIZE - 1), max_size=12)))
+    values = [draw(st.integers(-limit, limit)) for _ in places]
+    return FixedUpdate(SIZE, np.array(places, dtype=np.int64), np.array(values, dtype=np.int64))
+
+
+@given(vectors(), vectors())
+def test_inner_product_is_exact(a: FixedUpdate, b: FixedUpdate) -> None:
+    expected = sum(int(x) * int(y) for x, y in zip(a.dense(), b.dense(), strict=True))
+    assert exact_dot(a.dense(), b.dense()) == expected
+    assert norm(a) == isqrt(sum(int(x) ** 2 for x in a.values))
+
+
+@given(st.lists(vectors(), min_size=1, max_size=6), st.lists(vectors(), max_size=1))
+@settings(max_examples=60)
+def test_form_of_an_update_changes_nothing(
+    updates: list[FixedUpdate], trend: list[FixedUpdate]
+) -> None:
+    dense = [FixedUpdate(SIZE, None, update.dense()) for update in updates]
+    past = trend[0] if trend else None
+    one, other = aggregate(updates, trend=past), aggregate(dense, trend=past)
+    assert one.delta.same_as(other.delta)
+    assert (one.scales, one.scores) == (other.scales, other.scores)
+    assert step_digest(one.delta) == step_digest(FixedUpdate(SIZE, None, other.delta.dense()))
+
+
+@given(st.lists(vectors(), min_size=3, max_size=7))
+@settings(max_examples=60)
+def test_most_updates_stay_and_none_grows(updates: list[FixedUpdate]) -> None:
+    result = aggregate(updates)
+    assert sum(scale == 0 for scale in result.scales) <= max((len(updates) - 1) // 2, 0) or any(
+        norm(update) > 4 * result.median_norm for update in updates
+    )
+    assert all(0 <= scale <= SCALE_ONE for scale in result.scales)
+
+
+@given(vectors(), st.integers(0, SCALE_ONE))
+def test_scaling_never_lengthens(update: FixedUpdate, scale: int) -> None:
+    short = scaled(update, scale)
+    assert np.all(np.abs(short.values) * SCALE_ONE <= np.abs(update.values) * scale)
+
+
+@given(st.integers(-(2**40), 2**40), st.integers(1, 16))
+def test_mean_is_symmetric_and_nearest(total: int, count: int) -> None:
+    one = int(rounded_mean(np.array([total]), count)[0])
+    assert one == -int(rounded_mean(np.array([-total]), count)[0])
+    assert abs(2 * (one * count - total)) <= count
+
+
+@given(st.lists(st.integers(-(2**31) + 1, 2**31 - 1), min_size=SIZE, max_size=SIZE), vectors())
+def test_steps_are_reversible_even_at_the_edge(start: list[int], delta: FixedUpdate) -> None:
+    consensus = np.array(start, dtype=np.int32)
+    new, change = apply_step(consensus, delta)
+    back, _ = apply_step(new, FixedUpdate(SIZE, change.indices, -change.values))
+    assert np.array_equal(back, consensus)
+
+
+def test_fixed_point_holds_weights() -> None:
+    weights = np.array([0.0, 1.5, -0.02, 127.9, 1e-7], dtype=np.float32)
+    assert np.allclose(to_float(to_fixed(weights)), weights, atol=2**-24)
+    assert np.all(np.abs(to_fixed(np.array([1e9, -1e9], dtype=np.float32))) == VALUE_LIMIT - 1)
+
+
+def test_digests_are_pinned() -> None:
+    """A change of these names is a change of the protocol."""
+    assert weights_digest(np.arange(4, dtype=np.int32)).hex()[:16] == PINNED_WEIGHTS
+    sparse = FixedUpdate(4, np.array([1, 3]), np.array([5, -7]))
+    assert step_digest(sparse).hex()[:16] == PINNED_STEP
+
+
+def _ints(*values: int) -> Ints:
+    return np.array(values, dtype=np.int64)
+
+
+@pytest.mark.parametrize(
+    "bad",
+    [
+        FixedUpdate(9, None, _ints(1, 2)),
+        FixedUpdate(4, None, _ints(1, 2)),
+        FixedUpdate(4, _ints(0, 0), _ints(1, 2)),
+        FixedUpdate(4, _ints(1, 0), _ints(1, 2)),
+        FixedUpdate(4, _ints(-1, 0), _ints(1, 2)),
+        FixedUpdate(4, _ints(0, 4), _ints(1, 2)),
+        FixedUpdate(4, _ints(0), _ints(1, 2)),
+        FixedUpdate(4, _ints(0), _ints(VALUE_LIMIT)),
+        FixedUpdate(4, _ints(0), np.array([np.nan])),  # type: ignore[arg-type]
+        FixedUpdate(4, None, np.zeros((2, 2), dtype=np.int64)),
+    ],
+)
+def test_malformed_updates_are_refused(bad: FixedUpdate) -> None:
+    with pytest.raises(UpdateError):
+        checked(bad, 4)
+
+
+@given(st.lists(st.integers(-(2**46), 2**46), min_size=1, max_size=20))
+def test_finer_units_are_rounded_to_the_nearest_quantum(values: list[int]) -> None:
+    update = from_codec(len(values), None, np.array(values, dtype=np.int64), bits=40)
+    assert all(abs(int(q) * 2**16 - v) <= 2**15 for q, v in zip(update.values, values, strict=True))
+
+
+@pytest.mark.parametrize("value", [2**47, -(2**47), 2**52, -(2**63)])
+def test_finer_units_out_of_range_are_refused(value: int) -> None:
+    with pytest.raises(UpdateError):
+        from_codec(1, None, np.array([value], dtype=np.int64), bits=40)
+
+
+def test_tiny_updates_cannot_clip_the_others_to_nothing() -> None:
+    big, tiny = FixedUpdate(4, None, _ints(1000, 0, 0, 0)), FixedUpdate(4, None, _ints(1, 0, 0, 0))
+    assert aggregate([big, tiny], recent_norms=(1000, 1000)).scales == (SCALE_ONE, SCALE_ONE)
+
+
+def test_groups_are_weighted_by_their_size() -> None:
+    one, other = FixedUpdate(2, None, _ints(10, 0)), FixedUpdate(2, None, _ints(0, 10))
+    assert combine_groups([(one, 3), (other, 1)]).dense().tolist() == [8, 3]
+
+
+# The table: logistic regression on 4 shards, top-k with error feedback, one of four lies.
+
+FEATURES, CLASSES, REPLICAS, ROUNDS = 24, 6, 4, 40
+WEIGHTS = FEATURES * CLASSES
+
+
+def _loss(weights: np.ndarray, x: np.ndarray, y: np.ndarray) -> tuple[float, np.ndarray]:
+    logits = x @ weights.reshape(FEATURES, CLASSES)
+    logits -= logits.max(1, keepdims=True)
+    p = np.exp(logits) / np.exp(logits).sum(1, keepdims=True)
+    loss = float(-np.log(p[np.arange(len(y)), y] + 1e-12).mean())
+    p[np.arange(len(y)), y] -= 1
+    return loss, (x.T @ p / len(y)).ravel()
+
+
+def _lied(update: FixedUpdate, lie: str, rng: np.random.Generator) -> FixedUpdate:
+    if lie == "flip":
+        return FixedUpdate(WEIGHTS, update.indices, -update.values)
+    if lie == "scale":
+        large = np.clip(update.values * 100, -VALUE_LIMIT + 1, VALUE_LIMIT - 1)
+        return FixedUpdate(WEIGHTS, update.indices, large)
+    if lie == "noise":
+        assert update.indices is not None
+        places = np.sort(rng.choice(WEIGHTS, len(update.indices), replace=False))
+        spread = 10 * norm(update) / len(places) ** 0.5
+        return FixedUpdate(
+            WEIGHTS, places, np.rint(rng.normal(size=len(places)) * spread).astype(int)
+        )
+    return update
+
+
+def _train(rule: Rule, lie: str, seed: int = 0) -> float:
+    """Held-out loss of the consensus after some rounds; the last replica lies."""
+    rng = np.random.default_rng(seed)
+    truth = rng.normal(size=(FEATURES, CLASSES))
+
+    def data(count: int, shift: float) -> tuple[np.ndarray, np.ndarray]:
+        x = rng.normal(size=(count, FEATURES)) + shift
+        return x, np.argmax(x @ truth + rng.gumbel(size=(count, CLASSES)), 1)
+
+    held_out, shards = data(1000, 0.0), [data(600, 0.2 * (i - 1.5)) for i in range(REPLICAS)]
+    consensus = np.zeros(WEIGHTS, dtype=np.int32)
+    weights = [to_float(consensus) for _ in range(REPLICAS)]
+    versions, norms = [consensus.astype(np.int64)], [0]
+    past: list[list[int]] = [[] for _ in range(REPLICAS)]
+    for _ in range(ROUNDS):
+        honest = []
+        for i, (x, y) in enumerate(shards):
+            w = weights[i].astype(np.float64)
+            for _ in range(5):
+                batch = rng.integers(0, len(y), 64)
+                w -= 0.3 * _loss(w, x[batch], y[batch])[1]
+            weights[i] = w.astype(np.float32)
+            rest = unsent(weights[i], consensus)
+            top = np.sort(np.argsort(-np.abs(rest), kind="stable")[: WEIGHTS // 10])
+            honest.append(FixedUpdate(WEIGHTS, top, rest[top]))
+        result = aggregate(
+            [*honest[:-1], _lied(honest[-1], lie, rng)],
+            rule=rule,
+            recent_norms=norms[-8:],
+            trend=compact(versions[-1] - versions[max(0, len(versions) - 9)]),
+            past_scores=[scores[-7:] for scores in past],
+        )
+        for scores, score in zip(past, result.scores, strict=False):
+            scores.append(score)
+        norms.append(result.median_norm)
+        consensus, change = apply_step(consensus, result.delta)
+        versions.append(consensus.astype(np.int64))
+        for i in range(REPLICAS):
+            weights[i] = corrected(weights[i], correction(change, honest[i], result.scales[i]))
+    return _loss(to_float(consensus).astype(np.float64), *held_out)[0]
+
+
+def test_attack_table() -> None:
+    """The chosen rule is within 0.05 of the run without a liar, the others are not."""
+    lies = ("", "flip", "scale", "noise")
+    table = {rule: [_train(rule, lie) for lie in lies] for rule in Rule}
+    text = "\n".join(
+        f"{rule.value:8}" + " ".join(f"{x:8.3f}" for x in table[rule]) for rule in Rule
+    )
+    reference = table[Rule.MEAN][0]
+    assert max(table[Rule.AGREE]) < reference + 0.05, text
+    assert abs(table[Rule.AGREE][0] - reference) < 0.01, text  # little harm to honest updates
+    assert max(table[Rule.MEAN]) > reference + 0.5, text
+    assert max(table[Rule.CLIP]) > max(table[Rule.AGREE]), text
+    assert table[Rule.MEDIAN][0] > reference + 0.05, text
+    print(text)
