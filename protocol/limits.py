@@ -49,21 +49,33 @@ SEEN_ROUNDS = 3
 
 BLOCK_NONE = 0xFFFF  # "no block in particular": seeds, assemblers, whole-run requests
 BLOCK_MAX = 4095
-ROUND_MAX = 2**40
+ROUND_MAX = 2**40  # where a round may be genesis (-1), round + 1 travels
+PROPOSAL_MAX_MS = 3_600_000  # nobody waits an hour for updates
 SEQUENCE_MAX = 2**53 - 1  # exact in a float64, for implementations whose numbers are floats
 SIZE_MAX_BYTES = 2**40  # no content of this protocol is a terabyte
 TIME_MAX_S = 1e11  # the year 5138: rejects milliseconds and nonsense
 TEXT_MAX_BYTES = 256  # a reason for a person: one line, never a page
 MAP_MAX_FIELDS = 48  # known fields are under 16; the rest is room for newer minor versions
+NORM_MAX = 2**53 - 1  # in quanta of 2^-24; 2^31 weights at their limit have a norm of 2^46.5
+SCALE_MAX = 1 << 16  # the part of an update that went in, in 1/65536
+SCORE_MAX = 1 << 20  # a cosine in 1/1024 is at most 2^10; the rest is room for other rules
 
 # --- lists inside messages --------------------------------------------------------------------
 
-DIGESTS_PER_VOTE = 64  # a group is 16 replicas; 4 times that for late and rejected ones
-VOTE_BLOB_MAX_BYTES = 384 + DIGESTS_PER_VOTE * (DIGEST_BYTES + 2)  # signature, map, digests
+LISTED_PER_VOTE = 64  # a group is 16 replicas; 4 times that for rules with larger groups
+LISTED_BYTES = DIGEST_BYTES + PEER_ID_BYTES  # an update and who answers for it
+VOTE_BLOB_MAX_BYTES = 384 + LISTED_PER_VOTE * (LISTED_BYTES + 2)  # signature, map, updates
 VOTES_PER_REPLY = 64
-ROW_MAX_COLUMNS = 16  # of a list in a payload; known rows have at most 4
+ROW_MAX_COLUMNS = 16  # of a list in a payload; known rows have at most 6
 RECORDS_PER_REPLY = 512
-LOG_ENTRIES_PER_REPLY = 1024
+RECORD_ROW_BYTES = 1024  # a record in a list: 589 bytes, and room for newer columns
+RECORDS_PER_ANNOUNCE = 16  # the answerer's own and a few more: what a newcomer needs to begin
+LOG_ENTRIES_PER_REPLY = 256  # several pinned snapshots back: more is not needed to catch up
+CONTRIBUTIONS_PER_ENTRY = 64
+CONTRIBUTION_BYTES = DIGEST_BYTES + PEER_ID_BYTES + 4 + 4  # update, sender, scale, score
+UPDATES_PER_ENTRY = CONTRIBUTIONS_PER_ENTRY
+PINS_PER_LOG = 4  # replicas keep two snapshots
+PIN_BYTES = 8 + 2 * DIGEST_BYTES  # round + 1, entry, snapshot
 SHARDS_PER_SNAPSHOT = 8192  # x 8 MiB = 64 GiB, more than one block can be
 SHARD_BYTES = 8 * MIB  # small enough to retry, large enough that the header does not matter
 BLOCKS_PER_HELLO = 64
@@ -112,6 +124,8 @@ class Kind(IntEnum):
     LOG_REPLY = 18
     PING = 19
     PONG = 20
+    ANNOUNCE = 21
+    ANNOUNCE_REPLY = 22
     BUSY = 126
     ERROR = 127
 
@@ -119,13 +133,14 @@ class Kind(IntEnum):
 # Kinds without an entry carry no payload at all.
 PAYLOAD_MAX_BYTES: dict[Kind, int] = {
     Kind.RUN_REPLY: 64 * KIB,
-    Kind.PEERS_REPLY: 512 * KIB,
+    Kind.PEERS_REPLY: RECORDS_PER_REPLY * RECORD_ROW_BYTES,
     Kind.UPDATE_REPLY: 512 * MIB,
-    Kind.VOTE_REPLY: 256 * KIB,
+    Kind.VOTE_REPLY: 512 * KIB,
     Kind.INDEX_REPLY: SHARDS_PER_SNAPSHOT * DIGEST_BYTES,
     Kind.SHARD_REPLY: SHARD_BYTES,
     Kind.AGGREGATE_REPLY: 512 * MIB,
-    Kind.LOG_REPLY: 256 * KIB,
+    Kind.LOG_REPLY: 2 * MIB,  # 256 entries of at most 5,200 bytes
+    Kind.ANNOUNCE_REPLY: RECORDS_PER_ANNOUNCE * RECORD_ROW_BYTES,
 }
 
 

@@ -13,15 +13,24 @@ from enum import IntEnum
 from typing import ClassVar, TypeVar
 
 from protocol import frames
+from protocol.errors import WireError
 from protocol.frames import BytesLike, Channel, Chunks, Head
 from protocol.limits import (
+    BLOCK_NONE,
     BLOCKS_PER_HELLO,
     BUSY_RETRY_MAX_S,
+    DHT_KEY_BYTES,
     HEADER_MAX_BYTES,
     LOG_ENTRIES_PER_REPLY,
+    PEER_ID_BYTES,
+    PIN_BYTES,
+    PINS_PER_LOG,
+    RECORD_MAX_BYTES,
+    RECORDS_PER_ANNOUNCE,
     RECORDS_PER_REPLY,
     ROUND_MAX,
     SHARDS_PER_SNAPSHOT,
+    SIGNATURE_BYTES,
     SIZE_MAX_BYTES,
     TEXT_MAX_BYTES,
     TIME_MAX_S,
@@ -45,6 +54,7 @@ from protocol.packing import (
     unpack_map,
     wire,
 )
+from protocol.records import RecordError
 
 M = TypeVar("M", bound="Message")
 
@@ -151,6 +161,30 @@ class PeersReply(Message):
 
 
 @dataclass(frozen=True, kw_only=True)
+class Announce(Message):
+    """Here is my record of this block, as I signed it (`payloads.announce_of`, `record_of`).
+
+    What the DHT spreads within seconds, two replicas that know each other tell at once.
+    """
+
+    KIND = Kind.ANNOUNCE
+    run: bytes = wire("run", digest())
+    block: int = wire("block", block_id)
+    key: bytes = wire("key", blob(DHT_KEY_BYTES, DHT_KEY_BYTES))
+    subkey: bytes = wire("subkey", blob(PEER_ID_BYTES + 2, PEER_ID_BYTES + 2))
+    value: bytes = wire("value", blob(SIGNATURE_BYTES, RECORD_MAX_BYTES))
+    expiration_s: float = wire("expiration", number(0, TIME_MAX_S))
+
+
+@dataclass(frozen=True, kw_only=True)
+class AnnounceReply(Message):
+    """Payload: `pack_records`: the answerer's own record of the block (if any), then others'."""
+
+    KIND = Kind.ANNOUNCE_REPLY
+    count: int = wire("count", uint(RECORDS_PER_ANNOUNCE))
+
+
+@dataclass(frozen=True, kw_only=True)
 class Ping(Message):
     KIND = Kind.PING
     nonce: bytes = wire("nonce", blob(0, 16), b"")
@@ -214,46 +248,53 @@ class VoteReply(Message):
 
 @dataclass(frozen=True, kw_only=True)
 class LogRequest(Message):
-    """What is your head of this block's log, and which entries follow `since_round`?"""
+    """What is your head of this block's log, and what led to it?
+
+    `since` is the digest of the head that the asker has; empty: from the oldest entry kept.
+    """
 
     KIND = Kind.LOG_REQUEST
     run: bytes = wire("run", digest())
     block: int = wire("block", block_id)
-    since_round: int = wire("since", uint(ROUND_MAX), 0)
+    since: bytes = wire("since", digest_or_empty(), b"")
+    purpose: int = wire("purpose", uint(255), int(Purpose.CATCH_UP))
 
 
 @dataclass(frozen=True, kw_only=True)
 class LogReply(Message):
-    """The head, the last snapshot (empty: none), and as payload `pack_log`."""
+    """The head (its round plus one, its digest), the snapshots (`Pin`), as payload `pack_log`.
+
+    The entries begin with `since` itself if the answerer has it, otherwise with its oldest; of
+    more than LOG_ENTRIES_PER_REPLY the newest are sent, so that the head is always among them.
+    """
 
     KIND = Kind.LOG_REPLY
     block: int = wire("block", block_id)
-    head_round: int = wire("round", uint(ROUND_MAX))
+    head_round: int = wire("round", uint(ROUND_MAX + 1))
     consensus: bytes = wire("consensus", digest())
-    snapshot_round: int = wire("snapshot_round", uint(ROUND_MAX), 0)
-    snapshot: bytes = wire("snapshot", digest_or_empty(), b"")
     count: int = wire("count", uint(LOG_ENTRIES_PER_REPLY))
+    pins: tuple[bytes, ...] = wire("pins", list_of(blob(PIN_BYTES, PIN_BYTES), PINS_PER_LOG), ())
 
 
 @dataclass(frozen=True, kw_only=True)
 class AggregateRequest(Message):
-    """Send the aggregate of a round, by its digest."""
+    """Send the updates that went into a log entry. `round` is its round plus one."""
 
     KIND = Kind.AGGREGATE_REQUEST
     run: bytes = wire("run", digest())
     block: int = wire("block", block_id)
-    round: int = wire("round", uint(ROUND_MAX))
+    round: int = wire("round", uint(ROUND_MAX + 1))
     digest: bytes = wire("digest", digest())
     purpose: int = wire("purpose", uint(255), int(Purpose.CATCH_UP))
 
 
 @dataclass(frozen=True, kw_only=True)
 class AggregateReply(Message):
-    """Payload: the encoded aggregate."""
+    """Payload: `pack_updates`: contributions with a scale above 0, in the entry's order."""
 
     KIND = Kind.AGGREGATE_REPLY
     block: int = wire("block", block_id)
-    round: int = wire("round", uint(ROUND_MAX))
+    round: int = wire("round", uint(ROUND_MAX + 1))
 
 
 @dataclass(frozen=True, kw_only=True)
@@ -320,6 +361,20 @@ class ErrorReply(Message):
 
 _BY_KIND: dict[Kind, type[Message]] = {cls.KIND: cls for cls in Message.__subclasses__()}
 
+# What a request is for where it does not say so itself.
+_PURPOSE_OF_KIND = {
+    Kind.PEERS_REQUEST: Purpose.RECORD,
+    Kind.ANNOUNCE: Purpose.RECORD,
+    Kind.VOTE_REQUEST: Purpose.VOTE,
+}
+
+
+def purpose_of(request: Message) -> tuple[int, int]:
+    """Purpose and block under which both sides book an exchange."""
+    block = int(getattr(request, "block", BLOCK_NONE))
+    default = _PURPOSE_OF_KIND.get(request.KIND, Purpose.CONTROL)
+    return int(getattr(request, "purpose", default)), block
+
 
 def decode(head: Head) -> Message:
     """The message of a frame's head. Raises `Malformed` if it breaks its schema."""
@@ -359,9 +414,12 @@ def error_reply(error: Exception) -> ErrorReply:
         (frames.DigestMismatch, ErrorCode.DIGEST),
         (frames.Stalled, ErrorCode.TOO_SLOW),
         (Malformed, ErrorCode.MALFORMED),
+        (RecordError, ErrorCode.NOT_ALLOWED),  # expired, forged: the stream itself is fine
     ]
     for error_type, code in codes:
         if isinstance(error, error_type):
             reason = "".join(c for c in str(error) if c.isascii() and c.isprintable())
             return ErrorReply(code=code, reason=reason[:TEXT_MAX_BYTES])
+    if isinstance(error, WireError):  # well-formed, but no vote or record that we accept
+        return ErrorReply(code=ErrorCode.NOT_ALLOWED, reason="refused")
     return ErrorReply(code=ErrorCode.INTERNAL, reason="internal error")

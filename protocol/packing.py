@@ -12,7 +12,7 @@ import math
 from collections.abc import Callable, Iterable
 from typing import Any, TypeVar, cast
 
-import msgpack  # type: ignore[import-untyped]
+import msgpack
 
 from protocol.errors import WireError
 from protocol.limits import BLOCK_MAX, BLOCK_NONE, DIGEST_BYTES, MAP_MAX_FIELDS, ROW_MAX_COLUMNS

@@ -1,35 +1,46 @@
-"""What the payloads of messages hold, except tensors: lists of records, votes, log entries.
+"""What the payloads of messages hold, except tensors: records, votes, log entries, updates, pins.
 
 Decides their form and the signature of a vote, which travels as a blob so that it can be passed
-on by others. Knows nothing of who wins a vote.
+on by others. Knows nothing of who wins a vote, nor of what an update or a log entry means
+(`swarm/updates.py` turns these forms into those that rounds work with).
 """
 
 from __future__ import annotations
 
-from collections.abc import Iterable
+import struct
+from collections.abc import Iterable, Sequence
 from dataclasses import dataclass
 
 from protocol import identity as identities
-from protocol.frames import BytesLike, content_digest
+from protocol.frames import BytesLike, Oversize, content_digest
 from protocol.identity import Identity
 from protocol.limits import (
+    CONTRIBUTION_BYTES,
+    CONTRIBUTIONS_PER_ENTRY,
     DHT_KEY_BYTES,
     DIGEST_BYTES,
-    DIGESTS_PER_VOTE,
+    LISTED_BYTES,
+    LISTED_PER_VOTE,
     LOG_ENTRIES_PER_REPLY,
+    NORM_MAX,
     PAYLOAD_MAX_BYTES,
     PEER_ID_BYTES,
+    PIN_BYTES,
     RECORD_MAX_BYTES,
+    RECORD_ROW_BYTES,
     RECORDS_PER_REPLY,
     ROUND_MAX,
+    SCALE_MAX,
+    SCORE_MAX,
     SHARDS_PER_SNAPSHOT,
     SIGNATURE_BYTES,
-    SIZE_MAX_BYTES,
     TIME_MAX_S,
+    UPDATES_PER_ENTRY,
     VOTE_BLOB_MAX_BYTES,
     VOTES_PER_REPLY,
     Kind,
 )
+from protocol.messages import Announce
 from protocol.packing import (
     Malformed,
     blob,
@@ -45,12 +56,17 @@ from protocol.packing import (
     unpack_rows,
     wire,
 )
-from protocol.records import SignedRecord
+from protocol.records import SignedRecord, verify
 
 _VOTE_PREFIX = b"blockswarm vote\0"  # a signature on anything else is never a vote
 
 
-# --- records (PEERS_REPLY)
+def _bounded(payload: BytesLike, limit_bytes: int) -> int:
+    """The limit for msgpack, which allocates that much at once: no more than what has arrived."""
+    return min(limit_bytes, max(len(payload), 1))
+
+
+# --- records (PEERS_REPLY, ANNOUNCE, ANNOUNCE_REPLY)
 
 
 def pack_records(records: Iterable[SignedRecord]) -> bytes:
@@ -58,12 +74,14 @@ def pack_records(records: Iterable[SignedRecord]) -> bytes:
     return pack([[r.key, r.subkey, r.value, r.expiration_s] for r in records])
 
 
-def unpack_records(payload: BytesLike) -> list[tuple[bytes, bytes, bytes, float]]:
+def unpack_records(
+    payload: BytesLike, max_records: int = RECORDS_PER_REPLY
+) -> list[tuple[bytes, bytes, bytes, float]]:
     """Claims, not verified: hand them to `admission.read_entries`."""
     rows = unpack_rows(
         payload,
-        PAYLOAD_MAX_BYTES[Kind.PEERS_REPLY],
-        RECORDS_PER_REPLY,
+        _bounded(payload, max_records * RECORD_ROW_BYTES),
+        max_records,
         blob(DHT_KEY_BYTES, DHT_KEY_BYTES),
         blob(PEER_ID_BYTES + 2, PEER_ID_BYTES + 2),
         blob(SIGNATURE_BYTES, RECORD_MAX_BYTES),
@@ -72,18 +90,49 @@ def unpack_records(payload: BytesLike) -> list[tuple[bytes, bytes, bytes, float]
     return [(key, subkey, value, expiration_s) for key, subkey, value, expiration_s in rows]
 
 
+def announce_of(signed: SignedRecord) -> Announce:
+    """The announcement of a record of one's own."""
+    return Announce(
+        run=signed.record.run,
+        block=signed.record.block,
+        key=signed.key,
+        subkey=signed.subkey,
+        value=signed.value,
+        expiration_s=signed.expiration_s,
+    )
+
+
+def record_of(announce: Announce, now_s: float) -> SignedRecord:
+    """The record, verified. Raises `Malformed` or the `RecordError` that says what is wrong.
+
+    Its owner need not be the peer that sent it: compare `peer_id` where that matters.
+    """
+    signed = verify(announce.key, announce.subkey, announce.value, announce.expiration_s, now_s)
+    if (signed.record.run, signed.record.block) != (announce.run, announce.block):
+        raise Malformed("the announcement is of another run or block than its record")
+    return signed
+
+
 # --- votes (VOTE_REQUEST, VOTE_REPLY)
 
 
 @dataclass(frozen=True, kw_only=True)
 class Vote:
-    """The updates that a replica holds and accepts in a round, on top of a consensus."""
+    """The updates that a replica holds and accepts in a round, on top of a consensus.
+
+    `consensus` is the digest of the log entry that the voter stands on, `base_round` the round of
+    that entry plus one. An item of `listed` is an update's digest and its sender's peer id.
+    """
 
     run: bytes = wire("run", digest())
     block: int = wire("block", block_id)
     round: int = wire("round", uint(ROUND_MAX))
+    stage: int = wire("stage", uint(1), 0)
     consensus: bytes = wire("consensus", digest())
-    digests: tuple[bytes, ...] = wire("digests", list_of(digest(), DIGESTS_PER_VOTE), ())
+    base_round: int = wire("base_round", uint(ROUND_MAX + 1), 0)
+    listed: tuple[bytes, ...] = wire(
+        "listed", list_of(blob(LISTED_BYTES, LISTED_BYTES), LISTED_PER_VOTE), ()
+    )
 
 
 @dataclass(frozen=True)
@@ -120,39 +169,142 @@ def pack_votes(votes: Iterable[SignedVote]) -> bytes:
 
 def unpack_votes(payload: BytesLike) -> list[bytes]:
     """Blobs, not verified: hand each to `verify_vote`."""
-    limit = PAYLOAD_MAX_BYTES[Kind.VOTE_REPLY]
+    limit = _bounded(payload, PAYLOAD_MAX_BYTES[Kind.VOTE_REPLY])
     rows = unpack_rows(payload, limit, VOTES_PER_REPLY, blob(1, VOTE_BLOB_MAX_BYTES))
     return [row[0] for row in rows]
 
 
-# --- the consensus log (LOG_REPLY, INDEX_REPLY)
+# --- the consensus log (LOG_REPLY, AGGREGATE_REPLY, INDEX_REPLY)
+
+_CONTRIBUTION = struct.Struct(f">{DIGEST_BYTES}s{PEER_ID_BYTES}sIi")
+_PIN = struct.Struct(f">Q{DIGEST_BYTES}s{DIGEST_BYTES}s")
+_COUNT = struct.Struct(">I")
+_ENTRY_ROW = (
+    uint(ROUND_MAX + 1),
+    digest(),
+    digest(),
+    digest(),
+    uint(NORM_MAX),
+    blob(0, CONTRIBUTIONS_PER_ENTRY * CONTRIBUTION_BYTES),
+)
+Contribution = tuple[bytes, bytes, int, int]  # update, sender's peer id, scale, score
 
 
 @dataclass(frozen=True)
 class LogEntry:
-    """One round of the log: its aggregate, and the consensus after it was applied."""
+    """The consensus after a round (`round` is that round plus one: genesis has 0).
+
+    `parent` is the digest of the entry before, `weights` and `step` are digests of what they name;
+    a contribution is (update digest, sender's peer id, scale in 1/65536, score in 1/1024).
+    """
 
     round: int
-    aggregate: bytes
-    aggregate_bytes: int
-    consensus: bytes
+    parent: bytes
+    weights: bytes
+    step: bytes
+    median_norm: int
+    contributions: tuple[Contribution, ...]
 
 
-def pack_log(entries: Iterable[LogEntry]) -> bytes:
-    return pack([[e.round, e.aggregate, e.aggregate_bytes, e.consensus] for e in entries])
+def pack_log(entries: Sequence[LogEntry]) -> bytes:
+    """Raises `Malformed` rather than make what nobody would accept."""
+    if len(entries) > LOG_ENTRIES_PER_REPLY:
+        raise Malformed(f"{len(entries)} log entries, the limit is {LOG_ENTRIES_PER_REPLY}")
+    rows = []
+    for e in entries:
+        if len(e.contributions) > CONTRIBUTIONS_PER_ENTRY:
+            raise Malformed(f"a log entry of {len(e.contributions)} contributions")
+        parts = b"".join(_CONTRIBUTION.pack(*_checked(part)) for part in e.contributions)
+        row = (e.round, e.parent, e.weights, e.step, e.median_norm, parts)
+        rows.append([check(value) for check, value in zip(_ENTRY_ROW, row, strict=True)])
+    return pack(rows)
 
 
 def unpack_log(payload: BytesLike) -> list[LogEntry]:
+    """Entries of the right form; whether they are a chain is for `swarm.log` to say."""
     rows = unpack_rows(
         payload,
-        PAYLOAD_MAX_BYTES[Kind.LOG_REPLY],
+        _bounded(payload, PAYLOAD_MAX_BYTES[Kind.LOG_REPLY]),
         LOG_ENTRIES_PER_REPLY,
-        uint(ROUND_MAX),
-        digest(),
-        uint(SIZE_MAX_BYTES),
-        digest(),
+        *_ENTRY_ROW,
     )
-    return [LogEntry(*row) for row in rows]
+    return [
+        LogEntry(number, parent, weights, step, median_norm, _contributions(parts))
+        for number, parent, weights, step, median_norm, parts in rows
+    ]
+
+
+def _contributions(data: bytes) -> tuple[Contribution, ...]:
+    if len(data) % CONTRIBUTION_BYTES:
+        raise Malformed("contributions of a log entry that are cut off")
+    return tuple(_checked(part) for part in _CONTRIBUTION.iter_unpack(data))
+
+
+def _checked(part: Contribution) -> Contribution:
+    update, sender, scale, score = part
+    digest()(update)
+    identities.public_key_of(sender)
+    uint(SCALE_MAX)(scale)
+    uint(SCORE_MAX, -SCORE_MAX)(score)
+    return update, sender, scale, score
+
+
+@dataclass(frozen=True)
+class Pin:
+    """A snapshot that a replica serves: of which entry (round plus one, digest), and its name."""
+
+    round: int
+    entry: bytes
+    snapshot: bytes
+
+    def pack(self) -> bytes:
+        return _PIN.pack(self.round, self.entry, self.snapshot)
+
+
+def unpack_pin(data: bytes) -> Pin:
+    """An item of `LogReply.pins`."""
+    if len(data) != PIN_BYTES:
+        raise Malformed("not a pinned snapshot")
+    pin = Pin(*_PIN.unpack(data))
+    uint(ROUND_MAX + 1)(pin.round)
+    return pin
+
+
+def pack_updates(updates: Sequence[bytes]) -> bytes:
+    """Updates as they were sent: their number, their lengths, then their bytes.
+
+    Not msgpack: they are the bulk of what a follower reads, and should be copied once.
+    """
+    lengths = [len(update) for update in updates]
+    head = _COUNT.pack(len(updates)) + b"".join(map(_COUNT.pack, lengths))
+    if len(updates) > UPDATES_PER_ENTRY or 0 in lengths:
+        raise Malformed("a list of updates that nobody would accept")
+    if len(head) + sum(lengths) > PAYLOAD_MAX_BYTES[Kind.AGGREGATE_REPLY]:
+        raise Oversize("more updates than fit into a frame", "ask for them one by one")
+    return b"".join([head, *updates])
+
+
+def unpack_updates(
+    payload: BytesLike, max_each_bytes: int, max_count: int = UPDATES_PER_ENTRY
+) -> list[bytes]:
+    """The updates, whose digests are still to be compared with those of the entry."""
+    data = memoryview(payload)
+    if len(data) < _COUNT.size:
+        raise Malformed("not a list of updates")
+    (count,) = _COUNT.unpack_from(data)
+    start = _COUNT.size * (count + 1)
+    if count > max_count or start > len(data):
+        raise Malformed(f"a list of {count} updates, the limit is {max_count}")
+    lengths = struct.unpack_from(f">{count}I", data, _COUNT.size)
+    if any(not 0 < length <= max_each_bytes for length in lengths):
+        raise Malformed(f"an update that is empty or longer than {max_each_bytes} bytes")
+    if start + sum(lengths) != len(data):
+        raise Malformed("a list of updates that is cut off, or has bytes after its end")
+    updates = []
+    for length in lengths:
+        updates.append(bytes(data[start : start + length]))
+        start += length
+    return updates
 
 
 def pack_index(shard_digests: list[bytes]) -> bytes:

@@ -27,6 +27,7 @@ from protocol.limits import (
     DHT_KEY_BYTES,
     DIGEST_BYTES,
     PEER_ID_BYTES,
+    PROPOSAL_MAX_MS,
     RECORD_LIFE_MAX_S,
     RECORD_MAX_BYTES,
     ROUND_MAX,
@@ -124,7 +125,11 @@ def _address(value: object) -> str:
 
 @dataclass(frozen=True, kw_only=True)
 class Record:
-    """What a peer says about itself. Names on the wire are one letter: 512 bytes are few."""
+    """What a peer says about itself. Names on the wire are one letter: 512 bytes are few.
+
+    `consensus` is the digest of the head of its block's log, `head_round` the round of that head
+    plus one (0 is genesis); `proposal_ms` is the first deadline that it proposes.
+    """
 
     run: bytes = wire("r", digest())
     role: int = wire("t", uint(0xFFFF))
@@ -132,8 +137,10 @@ class Record:
     round: int = wire("n", uint(ROUND_MAX))
     sequence: int = wire("s", uint(SEQUENCE_MAX))
     consensus: bytes = wire("c", digest_or_empty(), b"")
+    head_round: int = wire("h", uint(ROUND_MAX + 1), 0)
     update: bytes = wire("u", digest_or_empty(), b"")
     update_bytes: int = wire("z", uint(SIZE_MAX_BYTES), 0)
+    proposal_ms: int = wire("p", uint(PROPOSAL_MAX_MS), 0)
     addresses: tuple[str, ...] = wire("a", list_of(_address, ADDRESSES_PER_RECORD), ())
     major: int = wire("v", uint(255), PROTOCOL_MAJOR)
     minor: int = wire("w", uint(255), PROTOCOL_MINOR)

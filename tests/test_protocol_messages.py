@@ -8,6 +8,7 @@ from typing import Any
 import pytest
 
 from protocol import frames, messages, packing
+from protocol.errors import WireError
 from protocol.frames import Head
 from protocol.limits import (
     BUSY_RETRY_MAX_S,
@@ -19,6 +20,8 @@ from protocol.limits import (
 from protocol.messages import (
     AggregateReply,
     AggregateRequest,
+    Announce,
+    AnnounceReply,
     BusyReply,
     ErrorCode,
     ErrorReply,
@@ -45,8 +48,10 @@ from protocol.messages import (
     decode,
     error_reply,
     expect,
+    purpose_of,
 )
 from protocol.packing import Malformed, pack
+from protocol.records import RecordExpired
 
 RUN, DIGEST = b"r" * 32, b"d" * 32
 
@@ -70,10 +75,16 @@ EXAMPLES: list[Message] = [
     ShardReply(shard=119),
     AggregateRequest(run=RUN, block=1, round=9, digest=DIGEST),
     AggregateReply(block=1, round=9),
-    LogRequest(run=RUN, block=1, since_round=5),
-    LogReply(block=1, head_round=9, consensus=DIGEST, snapshot_round=5, snapshot=DIGEST, count=4),
+    LogRequest(run=RUN, block=1),
+    LogRequest(run=RUN, block=1, since=DIGEST, purpose=int(Purpose.RELAY)),
+    LogReply(block=1, head_round=0, consensus=DIGEST, count=1),
+    LogReply(block=1, head_round=9, consensus=DIGEST, count=4, pins=(b"p" * 72, b"q" * 72)),
     Ping(nonce=b"abc"),
     Pong(nonce=b"abc", now_s=1.8e9, transfers=2),
+    Announce(
+        run=RUN, block=1, key=b"k" * 20, subkey=b"s" * 40, value=b"v" * 512, expiration_s=1.8e9
+    ),
+    AnnounceReply(count=16),
     BusyReply(retry_after_s=2.5),
     ErrorReply(code=int(ErrorCode.NOT_FOUND), reason="not here"),
 ]
@@ -151,6 +162,8 @@ def test_expect() -> None:
         (frames.DigestMismatch("x"), ErrorCode.DIGEST),
         (frames.Stalled("x"), ErrorCode.TOO_SLOW),
         (Malformed("a\x00b\n" + "y" * 999), ErrorCode.MALFORMED),
+        (RecordExpired("x"), ErrorCode.NOT_ALLOWED),
+        (WireError("a secret address"), ErrorCode.NOT_ALLOWED),
         (RuntimeError("a secret path"), ErrorCode.INTERNAL),
     ],
 )
@@ -159,6 +172,30 @@ def test_error_replies(error: Exception, code: ErrorCode) -> None:
     assert reply.code == code
     assert "secret" not in reply.reason
     assert decode(head(Kind.ERROR, reply.to_header())) == reply
+
+
+@pytest.mark.parametrize(
+    ("request_", "purpose", "block"),
+    [
+        (Hello(), Purpose.CONTROL, 65535),
+        (PeersRequest(run=RUN, block=2), Purpose.RECORD, 2),
+        (EXAMPLES[-4], Purpose.RECORD, 1),
+        (VoteRequest(run=RUN, block=1, round=9), Purpose.VOTE, 1),
+        (UpdateRequest(run=RUN, block=1, round=9, digest=DIGEST), Purpose.UPDATE, 1),
+        (UpdateRequest(run=RUN, block=1, round=9, digest=DIGEST, purpose=3), Purpose.REPAIR, 1),
+        (LogRequest(run=RUN, block=1), Purpose.CATCH_UP, 1),
+        (LogRequest(run=RUN, block=1, purpose=int(Purpose.ASSEMBLY)), Purpose.ASSEMBLY, 1),
+    ],
+)
+def test_what_an_exchange_is_booked_under(request_: Message, purpose: int, block: int) -> None:
+    assert purpose_of(request_) == (purpose, block)
+
+
+def test_pins_have_one_length() -> None:
+    reply = LogReply(block=1, head_round=9, consensus=DIGEST, count=4)
+    for pins in ((b"p" * 71,), (b"p" * 73,), (b"p" * 72,) * 5):
+        with pytest.raises(Malformed):
+            dataclasses.replace(reply, pins=pins).to_header()
 
 
 def test_unknown_error_codes_stay_numbers() -> None:

@@ -12,6 +12,7 @@ import json
 from pathlib import Path
 from typing import Any
 
+import numpy as np
 import pytest
 from test_protocol_frames import MemoryStream, run
 from test_protocol_messages import EXAMPLES
@@ -20,11 +21,14 @@ from protocol import errors, frames, packing, payloads, records
 from protocol import identity as identities
 from protocol.frames import Channel, Deadline, Head, content_digest, encode_head
 from protocol.identity import Identity, peer_from_text, peer_text
-from protocol.limits import Kind
+from protocol.limits import PAYLOAD_MAX_BYTES, Kind
 from protocol.messages import ErrorCode, decode
-from protocol.payloads import LogEntry, Vote
+from protocol.payloads import LogEntry, Pin, Vote
 from protocol.records import Record
 from protocol.version import PROTOCOL_MAJOR, PROTOCOL_MINOR
+from swarm.aggregate import FixedUpdate, step_digest, weights_digest
+from swarm.log import genesis
+from swarm.updates import UpdateCodec, from_wire_entry, snapshot_shards, to_wire_entry
 
 PATH = Path(__file__).parent.parent / "protocol" / "vectors.json"
 NOW_S = 1_800_000_000.0
@@ -39,13 +43,25 @@ RECORDS = [
         round=17,
         sequence=4,
         consensus=b"c" * 32,
+        head_round=17,
         update=b"u" * 32,
         update_bytes=123_456,
+        proposal_ms=2500,
         addresses=("/ip4/203.0.113.7/tcp/31337", "/ip6/2001:db8::7/tcp/31337"),
     ),
 ]
-VOTE = Vote(run=RUN, block=3, round=17, consensus=b"c" * 32, digests=(b"a" * 32, b"b" * 32))
-LOG = [LogEntry(16, b"a" * 32, 1000, b"b" * 32), LogEntry(17, b"c" * 32, 1001, b"d" * 32)]
+LISTED = tuple(update * 32 + OWNER.peer_id for update in (b"a", b"b"))
+VOTE = Vote(run=RUN, block=3, round=17, consensus=b"c" * 32, base_round=17, listed=LISTED)
+PARTS = ((b"u" * 32, OWNER.peer_id, 65536, 512), (b"v" * 32, OWNER.peer_id, 0, -1024))
+WEIGHTS = np.array([0, 1, -1, 2**31 - 1, -(2**24)], dtype=np.int32)
+STEP = FixedUpdate(5, np.array([1, 4]), np.array([7, -(2**31)]))
+GENESIS = to_wire_entry(genesis(RUN.hex(), 3, weights_digest(WEIGHTS)))
+LOG = [
+    GENESIS,
+    LogEntry(17, b"p" * 32, weights_digest(WEIGHTS), step_digest(STEP), 1001, PARTS),
+]
+PIN = Pin(17, b"e" * 32, b"s" * 32)
+UPDATE = np.array([1, -3, 2**20, -(2**24), 0], dtype=np.int64)
 
 
 def plain(value: Any) -> Any:
@@ -182,8 +198,40 @@ def build() -> dict[str, Any]:
             "records": plain(payloads.pack_records(signed)),
             "votes": plain(payloads.pack_votes([payloads.seal_vote(OWNER, VOTE)])),
             "log": plain(payloads.pack_log(LOG)),
+            "updates": plain(payloads.pack_updates([b"first", b"second one"])),
             "index": plain(payloads.pack_index([b"a" * 32, b"b" * 32])),
         },
+        "pin": {"round": 17, "entry": plain(PIN.entry), "snapshot": plain(PIN.snapshot)}
+        | {"packed": plain(PIN.pack())},
+        "log": [
+            {"fields": plain(dataclasses.asdict(entry)), "digest": plain(entry_digest(entry))}
+            for entry in LOG
+        ],
+        "weights": {
+            "quanta": WEIGHTS.tolist(),
+            "digest": plain(weights_digest(WEIGHTS)),
+            "shard": plain(bytes(snapshot_shards(WEIGHTS)[1][0])),
+            "snapshot": plain(content_digest(snapshot_shards(WEIGHTS)[0])),
+        },
+        "step": {"quanta": STEP.dense().tolist(), "digest": plain(step_digest(STEP))},
+        "update": update_vector(),
+    }
+
+
+def entry_digest(entry: LogEntry) -> bytes:
+    return from_wire_entry(entry).digest
+
+
+def update_vector() -> dict[str, Any]:
+    """The codec has vectors of its own: here the header, and the rounding to 2^-24."""
+    payload, update = UpdateCodec("bf16", len(UPDATE)).encode(UPDATE, 3, 17, OWNER.peer_id)
+    return {
+        "codec": "bf16",
+        "block": 3,
+        "round": 17,
+        "sender": plain(OWNER.peer_id),
+        "payload": plain(payload),
+        "quanta": update.dense().tolist(),
     }
 
 
@@ -259,8 +307,17 @@ def test_votes_and_payloads() -> None:
     assert [records.verify(*e, vectors["now_s"]).record for e in entries] == RECORDS
     assert payloads.unpack_votes(lists["votes"]) == [vectors["vote"]["blob"]]
     assert payloads.unpack_log(lists["log"]) == LOG
+    assert payloads.unpack_updates(lists["updates"], 100) == [b"first", b"second one"]
+    assert payloads.unpack_pin(vectors["pin"]["packed"]) == PIN
     shards = payloads.unpack_index(lists["index"], content_digest(lists["index"]))
     assert shards == [b"a" * 32, b"b" * 32]
+
+
+def test_updates() -> None:
+    vector = load()["update"]
+    codec = UpdateCodec(vector["codec"], len(vector["quanta"]))
+    where = (vector["block"], vector["round"], vector["sender"])
+    assert codec.decode(vector["payload"], *where).dense().tolist() == vector["quanta"]
 
 
 def test_the_spec_names_every_kind_field_and_code() -> None:
@@ -275,6 +332,13 @@ def test_the_spec_names_every_kind_field_and_code() -> None:
             assert f"`{field.metadata['name']}`" in row
     for field in dataclasses.fields(Record):
         assert f"| `{field.metadata['name']}` |" in spec
+    body = next(line for line in spec.splitlines() if line.startswith("Signed vote:"))
+    for field in dataclasses.fields(Vote):
+        assert f"`{field.metadata['name']}`" in body
+    for kind, limit in PAYLOAD_MAX_BYTES.items():
+        row = next(line for line in spec.splitlines() if f", {kind.name} | 0, " in line)
+        unit = "MiB" if limit % 2**20 == 0 else "KiB"
+        assert row.endswith(f"| 0, {limit >> (20 if unit == 'MiB' else 10)} {unit} |")
     for code in ErrorCode:
         assert f"| {code.value} | {code.name.lower().replace('_', ' ')} |" in spec
 
