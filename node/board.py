@@ -1,28 +1,30 @@
 """A replica's notice board: its record in the DHT and shown to peers, theirs heard from both.
 
 The DHT finds replicas that one has not met; those that one has met are shown the record directly,
-which takes one round trip instead of a walk. Knows nothing of what a record leads to.
+which takes one round trip instead of a walk. Decides whom it is shown to and whose records are
+kept. Knows nothing of what a record leads to.
 """
 
 from __future__ import annotations
 
 import asyncio
+import contextlib
 import time
 from collections.abc import Callable
 
 from node.fetch import Peers
 from node.network import Network
-from node.replica import record_event
 from protocol import messages
 from protocol.errors import WireError
 from protocol.identity import peer_text
-from protocol.limits import RECORDS_PER_REPLY
 from protocol.payloads import announce_of, unpack_records
 from protocol.records import Record, SignedRecord, verify
 from swarm import actions as act
+from swarm.votes import UpdateRef
 
 SHOW_S = 5.0
 PEERS_SHOWN = 64
+PEERS_MET = 512
 
 
 class ReplicaBoard:
@@ -35,15 +37,22 @@ class ReplicaBoard:
         block: int,
         role: int,
         on_record: Callable[[act.PeerRecord], None],
+        show_s: float = SHOW_S,
     ) -> None:
         self.network, self.peers, self.block, self.role = network, peers, block, role
         self.on_record = on_record
+        self.show_s = min(show_s, SHOW_S)
         self._own: SignedRecord | None = None
         self._met: dict[bytes, SignedRecord] = {}  # the newest record of each replica
+        self._storing: asyncio.Task[None] | None = None
 
     async def publish(self, announcement: act.Announce) -> None:
-        """Show our record to the replicas that we know, then put it into the DHT."""
+        """Show our record to the replicas that we know, and put it into the DHT beside that."""
         update = announcement.update
+        try:
+            addresses = await self.network.addresses()
+        except WireError:
+            return  # no daemon: it is being started again, and nobody could hear us
         record = Record(
             run=self.network.settings.run_id,
             role=self.role,
@@ -55,15 +64,30 @@ class ReplicaBoard:
             update=update.digest if update else b"",
             update_bytes=announcement.size_bytes,
             proposal_ms=round(announcement.proposal_s * 1000),
-            addresses=await self.network.addresses(),
+            addresses=addresses,
         )
-        self._own = self.network.discovery.seal(record)
-        shown = list(self._met)[:PEERS_SHOWN]
-        await asyncio.gather(*(self._show(peer, self._own) for peer in shown))
+        self._own = own = self.network.discovery.seal(record)
+        if self._storing is not None:
+            # A slow walk of an older round must not end after this one: it would be signed later.
+            self._storing.cancel()
+        self._storing = storing = asyncio.create_task(self._store(record))
         try:
+            await asyncio.gather(*(self._show(peer, own) for peer in self._latest()))
+            with contextlib.suppress(asyncio.CancelledError):
+                await asyncio.shield(storing)
+        finally:
+            if storing is self._storing and not storing.done():
+                storing.cancel()
+
+    async def _store(self, record: Record) -> None:
+        with contextlib.suppress(WireError):  # nobody there to keep it: the network says so once
             await self.network.announce(record)
-        except WireError:
-            return  # nobody there to keep it: the network says so once
+
+    def _latest(self) -> list[bytes]:
+        """Whom to show it to: those heard last, of whom we know that they were alive."""
+        self._forget_expired()
+        ranked = sorted(self._met, key=lambda peer: -self._met[peer].expiration_s)
+        return ranked[:PEERS_SHOWN]
 
     async def look_up(self) -> None:
         """Find the replicas of the block in the DHT; show ourselves to those that are new."""
@@ -79,7 +103,7 @@ class ReplicaBoard:
             return
         try:
             _, payload = await self.peers.ask(
-                peer_text(peer), announce_of(own), messages.AnnounceReply, SHOW_S
+                peer_text(peer), announce_of(own), messages.AnnounceReply, self.show_s
             )
             for claim in unpack_records(payload):
                 self.hear(verify(*claim, time.time()))
@@ -87,20 +111,44 @@ class ReplicaBoard:
             return  # it is late or gone; the round does not wait for it
 
     def hear(self, signed: SignedRecord) -> None:
-        """A verified record, from wherever. Others' blocks and older ones are left aside."""
-        if signed.peer_id == self.network.peer_id or signed.record.block != self.block:
+        """A verified record, from wherever. Of other runs and blocks, and older: left aside."""
+        record = signed.record
+        if record.run != self.network.settings.run_id or record.block != self.block:
             return
         known = self._met.get(signed.peer_id)
+        if signed.peer_id == self.network.peer_id or signed.expiration_s <= time.time():
+            return
         if known is not None and known.freshness >= signed.freshness:
             return
-        if known is None and len(self._met) >= RECORDS_PER_REPLY:
-            return
+        if known is None and len(self._met) >= PEERS_MET:
+            self._forget_expired()
+            if len(self._met) >= PEERS_MET:
+                return
         self._met[signed.peer_id] = signed
         self.network.discovery.learn(signed)
         self.on_record(record_event(signed))
 
-    def known(self) -> list[SignedRecord]:
-        """Our own record first, then the others' that are still alive."""
+    def _forget_expired(self) -> None:
         now = time.time()
-        alive = [s for s in self._met.values() if s.expiration_s > now]
+        self._met = {peer: s for peer, s in self._met.items() if s.expiration_s > now}
+
+    def known(self) -> list[SignedRecord]:
+        """Our own record first, then the others' that are still alive, the freshest first."""
+        self._forget_expired()
+        alive = sorted(self._met.values(), key=lambda s: -s.expiration_s)
         return ([self._own] if self._own else []) + alive
+
+
+def record_event(signed: SignedRecord) -> act.PeerRecord:
+    """A verified record as the round hears it."""
+    record, peer = signed.record, peer_text(signed.peer_id)
+    update = UpdateRef(record.update, peer) if record.update else None
+    return act.PeerRecord(
+        peer,
+        record.round,
+        record.consensus,
+        record.head_round - 1,
+        update,
+        record.update_bytes,
+        record.proposal_ms / 1000,
+    )

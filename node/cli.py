@@ -11,9 +11,12 @@ import sys
 
 import click
 
+from node.cli_assemble import assemble_commands
+from node.cli_demo import demo_commands
 from node.cli_light import light_commands
 from node.cli_local import local_commands
 from node.cli_operator import operator_commands
+from node.cli_reporting import report_commands
 from node.cli_swarm import swarm_commands
 from node.terminal import show_error
 from protocol.errors import BlockswarmError, UsageError
@@ -27,14 +30,17 @@ On one machine, with no network:
   blockswarm eval model/                      honest cross entropy, per block and composed
   blockswarm generate model/ --prompt "def "  let it write
   blockswarm probe model/                     does any block read its own target?
-  blockswarm demo                             all of it, in a few minutes
 
 \b
 In a swarm:
   blockswarm init run.toml                    describe a run
   blockswarm seed run.toml                    start it, and print how others join
   blockswarm join ADDRESS                     train a block of it
+  blockswarm status ADDRESS                   see how it stands
+  blockswarm assemble ADDRESS -o model/       put its blocks together into one model
   blockswarm peers --light ADDRESS            look at it from outside
+  blockswarm report FOLDER...                 plots and figures from hosts' event logs
+  blockswarm demo                             all of that on this machine, in minutes
 
 Bring your own text with --data FILE-OR-FOLDER. Every command explains its options with --help.
 """
@@ -57,7 +63,15 @@ def cli(context: click.Context) -> None:
         click.echo(context.get_help())
 
 
-for _command in (*local_commands, *operator_commands, *swarm_commands, *light_commands):
+for _command in (
+    *local_commands,
+    *operator_commands,
+    *swarm_commands,
+    *assemble_commands,
+    *demo_commands,
+    *report_commands,
+    *light_commands,
+):
     cli.add_command(_command)
 
 

@@ -1,4 +1,4 @@
-"""Commands that need no network: train, eval, generate, probe, demo.
+"""Commands that need no network: train, eval, generate, probe.
 
 Imports of torch happen inside the commands: `blockswarm --help` should not take seconds.
 """
@@ -26,7 +26,6 @@ F = TypeVar("F", bound=Any)
 
 DATA_HELP = "python (this machine's CPython library), wikitext-2, wikitext-103, or a path."
 FOLDER = click.Path(path_type=Path)
-DEMO_BYTES = 16384  # test bytes for the demo's figures: seconds, not minutes
 SIZE = click.IntRange(min=1)
 SEED = click.IntRange(0, 2**62)
 
@@ -222,33 +221,4 @@ def generate(
         print_json(facts)
 
 
-@click.command(short_help="Train, probe and generate in under 3 minutes.")
-@click.option(
-    "-o", "--out", type=FOLDER, default=Path("runs/demo"), show_default=True, help="Model folder."
-)
-@click.option("--steps", type=int, default=300, show_default=True, help="Steps of every block.")
-@_compute_options
-@json_option
-@click.pass_context
-def demo(ctx: click.Context, /, out: Path, steps: int, as_json: bool, **options: Any) -> None:
-    """Train, compose and generate on the text of CPython's own library, in under 3 minutes."""
-    from node.local_jobs import load_with_corpus, probe_blocks, train_blocks, write_text
-    from swarm.generate import Sampling
-
-    defaults = train.make_context("train", ["-o", str(out)], parent=ctx).params
-    fixed = {"steps": steps, "overwrite": True, "evaluate_bytes": DEMO_BYTES}
-    trained = train_blocks(out, {**defaults, **options, **fixed}, set())
-    composed, corpus = load_with_corpus(out, None, (), options)
-    if not as_json:
-        print_training(trained)
-        print("\nwhat each block reads of its target, and what it knows without it:")
-    probed = probe_blocks(composed, corpus, DEMO_BYTES)
-    if not as_json:
-        print_probe(probed)
-        print("\na text it wrote:")
-    written = write_text(composed, "def ", 240, Sampling(), None if as_json else ByteWriter())
-    if as_json:
-        print_json({"train": trained, "probe": probed, "generate": written})
-
-
-local_commands = (train, evaluate, generate, probe, demo)
+local_commands = (train, evaluate, generate, probe)

@@ -26,6 +26,7 @@ if TYPE_CHECKING:
 
 C = TypeVar("C", bound=Any)
 
+RUN, JOINED = "run.toml", "joined.txt"
 START_DELAY_S = 2  # from `seed` to the first round
 
 
@@ -73,11 +74,12 @@ def join(address: tuple[str, ...], folder: Path | None, **options: Any) -> None:
 
     Nothing else is needed: the run says what to train on. Ctrl-C leaves; the same command goes on.
     """
-    from node.invitation import fetch_run
     from swarm.runfile import run_id
 
-    text = _run_loop(fetch_run(address))
+    text = _run_of(address, folder)
     home = folder or _free_folder(_state_home() / run_id(text).hex()[:16])
+    _make(home)
+    _remember(home, text, address)
     _take_part(text, home, address, False, options)
 
 
@@ -99,7 +101,7 @@ def _take_part(
         memory, traffic = worker_memory_bytes(run), expected_gb_per_day(run, 2)
         say(f"run {run.name} ({run_id(text).hex()[:16]}): {run.run.model.blocks} blocks")
         say(f"this will take about {memory / 1e9:.1f} GB of memory and {traffic:.1f} GB a day")
-    home.mkdir(parents=True, exist_ok=True)
+    _make(home)
     daemon = DaemonSettings(
         home / "identity",
         port=options["port"],
@@ -134,20 +136,30 @@ async def _until_stopped(host: Host, as_json: bool) -> None:
 
     loop = asyncio.get_running_loop()
     work = asyncio.create_task(host.run())
+    asked: list[int] = []
+
+    def stop(number: int) -> None:
+        asked.append(number)
+        if len(asked) == 1:  # a second one must not cut off the goodbye
+            work.cancel()
+
     for number in (signal.SIGINT, signal.SIGTERM):
-        loop.add_signal_handler(number, work.cancel)
+        loop.add_signal_handler(number, stop, number)
 
     def show(event: Any) -> None:
         if as_json:
-            print(to_line(event), flush=True)
+            with contextlib.suppress(OSError):  # nobody reads any more: the log file has it too
+                print(to_line(event), flush=True)
         elif isinstance(event, RoundEvent):
             say(_line(event))
 
     host.events.listeners.append(show)
     invite = asyncio.create_task(_invite(host, as_json))
-    with contextlib.suppress(asyncio.CancelledError):
-        await work
-    invite.cancel()
+    try:
+        with contextlib.suppress(asyncio.CancelledError):
+            await work
+    finally:
+        invite.cancel()
     say("left the run; the same command goes on with it")
 
 
@@ -176,12 +188,49 @@ def _line(event: Any) -> str:
     )
 
 
+def _run_of(addresses: tuple[str, ...], folder: Path | None) -> bytes:
+    """The run behind these addresses; if nobody is there, the one that was joined by them before.
+
+    The peer that one joined through may be gone for ever; the folder knows others.
+    """
+    from node.invitation import NobodyAnswers, fetch_run
+
+    try:
+        return _run_loop(fetch_run(addresses))
+    except NobodyAnswers:
+        homes = [folder] if folder else sorted(_state_home().glob("*"))
+        for home in homes:
+            with contextlib.suppress(OSError):
+                known = (home / JOINED).read_text().split()
+                if folder or set(known) & set(addresses):
+                    return (home / RUN).read_bytes()
+        raise
+
+
+def _remember(home: Path, text: bytes, addresses: tuple[str, ...]) -> None:
+    from node.atomic import StorageError, write_atomically
+
+    with contextlib.suppress(StorageError):  # the state cannot be saved either, and that is said
+        write_atomically(home / RUN, lambda half: _write(half, text))
+        joined = "\n".join(addresses).encode()
+        write_atomically(home / JOINED, lambda half: _write(half, joined))
+
+
+def _make(home: Path) -> None:
+    try:
+        home.mkdir(parents=True, exist_ok=True)
+    except OSError as error:
+        raise UsageError(
+            f"cannot make the folder {home}: {error.strerror}", "choose another with --folder"
+        ) from error
+
+
 def _started(text: bytes, home: Path) -> bytes:
     """The run file with its start: the one of before if this seed was started before."""
     from node.atomic import write_atomically
     from swarm.runfile import parse, with_start
 
-    kept = home / "run.toml"
+    kept = home / RUN
     if kept.exists():
         started = kept.read_bytes()
         start = parse(started).rounds.start_s
@@ -192,7 +241,7 @@ def _started(text: bytes, home: Path) -> bytes:
         )
     if not parse(text).started:
         text = with_start(text, int(time.time()) + START_DELAY_S)
-    home.mkdir(parents=True, exist_ok=True)
+    _make(home)
     write_atomically(kept, lambda half: _write(half, text))
     return text
 

@@ -14,6 +14,7 @@ from __future__ import annotations
 import asyncio
 import contextlib
 import errno
+import ipaddress
 import os
 import shutil
 import socket
@@ -70,6 +71,7 @@ class DaemonSettings:
 
     def options(self, control: Path, hosts: Iterable[str], port: int) -> list[str]:
         """p2pd's command line. Noise alone: one way to be secure, as the spec says."""
+        hosts = tuple(hosts)
         listening = listening_on(hosts, port)
         options: dict[str, object] = {
             "listen": f"/unix{control}",
@@ -82,7 +84,7 @@ class DaemonSettings:
             "relay": 1,
             "autoRelay": int(bool(self.relays)),
             "relayDiscovery": 0,  # its search for public relays found none within 12 s
-            "natPortMap": int(self.map_port),
+            "natPortMap": int(self.map_port and not all(_is_loopback(h) for h in hosts)),
             "idleTimeout": f"{ORPHAN_S:g}s",
         }
         if listening:
@@ -227,6 +229,10 @@ async def _drop_client(p2p: Any) -> None:
     tasks = [task for task in (control._read_task, control._write_task) if task is not None]
     await p2p.shutdown()
     await asyncio.gather(*tasks, return_exceptions=True)
+
+
+def _is_loopback(host: str) -> bool:
+    return ipaddress.ip_address(host).is_loopback
 
 
 def _binary() -> str:

@@ -15,6 +15,7 @@ from __future__ import annotations
 
 import asyncio
 import hashlib
+import time
 from collections.abc import Callable, Iterator
 from contextvars import ContextVar
 from itertools import zip_longest
@@ -44,7 +45,12 @@ from protocol.records import SignedRecord, subkey_of, verify
 
 KEYS_PER_FIND = 8  # an answer of 8 x 75 KB stays far below p2pd's 4 MiB, beyond which it hangs
 RECORDS_PER_STORE = 16
-REQUESTS_AT_ONCE = 128  # of all strangers together; the rest hear an error
+# A signature costs 110 us to check. A peer stores its own record once a round; who brings more
+# than this is not listened to for a while.
+STORES_BURST = 64
+STORES_PER_S = 4.0
+PEERS_METERED = 1024
+PINGS_AT_ONCE = 32
 CALL_S = 3.0
 NEIGHBOURS = 20  # Kademlia's k
 _DICTIONARY = 0x50  # hivemind's msgpack extension type for a dictionary value
@@ -87,8 +93,9 @@ class RecordProtocol(DHTProtocol):  # type: ignore[misc]
 
     table: RecordTable
     clock: Clock
+    allowances: dict[bytes, tuple[float, float]]
     count: Callable[[int, int], None]  # bytes in, bytes out: the ledger's estimate
-    _requests = 0
+    _pings = 0
 
     @classmethod
     def _get_handle_name(cls, namespace: str | None, method_name: str) -> str:
@@ -112,7 +119,9 @@ class RecordProtocol(DHTProtocol):  # type: ignore[misc]
         if len({len(column) for column in columns}) != 1 or len(request.keys) > RECORDS_PER_STORE:
             raise Malformed("a store request that is not aligned or too long")
         response = dht_pb2.StoreResponse(peer=self.node_info)
-        response.store_ok.extend(self.keep(*row) for row in zip(*columns, strict=True))
+        allowed = self._allowance(context.remote_id.to_bytes(), len(request.keys))
+        for place, row in enumerate(zip(*columns, strict=True)):
+            response.store_ok.append(place < allowed and self.keep(*row))
         self.count(request.ByteSize(), response.ByteSize())
         return response
 
@@ -139,6 +148,17 @@ class RecordProtocol(DHTProtocol):  # type: ignore[misc]
         except WireError:
             return False
         return self.table.offer(signed, now_s).kept
+
+    def _allowance(self, peer_id: bytes, wanted: int) -> int:
+        """How many of its records we look at now: a bucket that refills."""
+        now_s = time.monotonic()
+        left, since_s = self.allowances.pop(peer_id, (float(STORES_BURST), now_s))
+        left = min(left + (now_s - since_s) * STORES_PER_S, STORES_BURST)
+        allowed = min(wanted, int(left))
+        self.allowances[peer_id] = left - allowed, now_s
+        if len(self.allowances) > PEERS_METERED:
+            del self.allowances[next(iter(self.allowances))]
+        return allowed
 
     def _found(self, key: bytes, asker: Any) -> Any:
         records = self.table.entries(key, self.clock())
@@ -204,14 +224,14 @@ class RecordProtocol(DHTProtocol):  # type: ignore[misc]
         except WireError:
             return  # not one of us: it could never own a record
         crowded_out = self.routing_table.add_or_update_node(node_id, peer)
-        if crowded_out is not None and self._requests < REQUESTS_AT_ONCE:
+        if crowded_out is not None and self._pings < PINGS_AT_ONCE:
             # The bucket is full: its oldest member stays if it still answers (Kademlia, 2.2).
-            self._requests += 1
+            self._pings += 1
             task = asyncio.ensure_future(self.call_ping(crowded_out[1]))
             task.add_done_callback(self._pinged)
 
     def _pinged(self, _: Any) -> None:
-        self._requests -= 1
+        self._pings -= 1
 
 
 def _neighbours(result: Any) -> dict[Any, Any]:

@@ -168,10 +168,13 @@ class Discovery:
 
     async def anyone_there(self) -> bool:
         """Whether some node of the routing table still answers. Silent ones leave it."""
-        for peer_id in self.ring.neighbours()[:JOIN_THROUGH]:
-            if await self.ring.meet(peer_id):
-                return True
-        return False
+        first, *others = self.ring.neighbours()[:JOIN_THROUGH] or [b""]
+        if not first:
+            return False
+        ring = self.ring
+        return await ring.meet(first) or any(
+            await asyncio.gather(*(ring.meet(peer) for peer in others))
+        )
 
     # --- own record -----------------------------------------------------------------------------
 

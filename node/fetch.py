@@ -66,7 +66,18 @@ class RemoteLog:
     """A checked chain of entries, and the snapshots that its donor has."""
 
     entries: tuple[Entry, ...]
-    pins: tuple[Pin, ...]
+    pins: tuple[Pin, ...]  # oldest first
+
+    def starts(self, entries: Sequence[Entry]) -> list[Pin]:
+        """The snapshots that a move along `entries` may have to start from.
+
+        None if the donor's oldest one stands before them: it keeps every step since that one, so
+        nothing but steps has to be fetched.
+        """
+        named = {entry.digest for entry in entries}
+        if self.pins and self.pins[0].entry not in named and self.pins[0].round < entries[-1].round:
+            return []
+        return [pin for pin in self.pins if pin.entry in named]
 
 
 @dataclass
@@ -78,6 +89,7 @@ class LogFetcher:
     block: int
     codec: UpdateCodec
     purpose: Purpose
+    ask_s: float = CONTROL_DEADLINE_S  # for one question: a silent donor must not take all the time
     liars: list[str] = field(default_factory=list)
 
     async def log(self, donors: Sequence[str], have: bytes, target: bytes | None) -> RemoteLog:
@@ -87,9 +99,7 @@ class LogFetcher:
         )
         for donor in donors:
             try:
-                reply, payload = await self.peers.ask(
-                    donor, request, messages.LogReply, CONTROL_DEADLINE_S
-                )
+                reply, payload = await self.peers.ask(donor, request, messages.LogReply, self.ask_s)
                 entries = tuple(from_wire_entry(e) for e in unpack_log(payload))
                 wanted = target or reply.consensus
                 cut = next((i for i, e in enumerate(entries) if e.digest == wanted), None)
@@ -118,7 +128,7 @@ class LogFetcher:
         for donor in donors:
             try:
                 _, payload = await self.peers.ask(
-                    donor, request, messages.AggregateReply, CONTROL_DEADLINE_S, most
+                    donor, request, messages.AggregateReply, self.ask_s, most
                 )
                 updates = unpack_updates(payload, self.codec.max_bytes)
             except WireError:
@@ -162,9 +172,7 @@ class LogFetcher:
         expected = -(-4 * size // SHARD_BYTES)
         for donor in donors:
             try:
-                _, payload = await self.peers.ask(
-                    donor, request, messages.IndexReply, CONTROL_DEADLINE_S
-                )
+                _, payload = await self.peers.ask(donor, request, messages.IndexReply, self.ask_s)
                 index = unpack_index(payload, pin.name)
             except WireError:
                 continue
@@ -178,7 +186,7 @@ class LogFetcher:
             run=self.run_id, block=self.block, digest=pin.name, shard=number, purpose=self.purpose
         )
         _, payload = await self.peers.ask(
-            donor, request, messages.ShardReply, 4 * CONTROL_DEADLINE_S, SHARD_BYTES
+            donor, request, messages.ShardReply, 4 * self.ask_s, SHARD_BYTES
         )
         if content_digest(payload) != digest:
             self.liars.append(donor)

@@ -8,20 +8,22 @@ what most of them say of a round. Knows nothing of what the copy is used for.
 from __future__ import annotations
 
 import asyncio
-from collections import Counter
 from collections.abc import Awaitable, Callable, Sequence
 from dataclasses import dataclass
 
+from node.catch_up import consensus_at
 from node.consensus import Consensus
 from node.fetch import FetchError, LogFetcher, Peers, RemoteLog
 from protocol.errors import WireError
+from protocol.limits import CONTROL_DEADLINE_S
 from protocol.messages import Purpose
 from swarm.aggregate import to_fixed, to_float, weights_digest
 from swarm.flat import Floats
-from swarm.log import ConsensusLog, Entry, MovePlan, candidates, genesis
+from swarm.log import ConsensusLog, Entry, genesis
 from swarm.updates import UpdateCodec
 
 DONORS_ASKED = 4
+LIARS_KEPT = 256
 
 Donors = Callable[[int], Awaitable[Sequence[str]]]
 
@@ -35,6 +37,7 @@ class FollowSettings:
     codec: UpdateCodec
     snapshot_every: int
     purpose: Purpose
+    ask_s: float = CONTROL_DEADLINE_S
 
 
 class Follower:
@@ -73,15 +76,25 @@ class Follower:
         remote = logs[supporters[0]]
         cut = [e.digest for e in remote.entries].index(chosen.digest)
         entries = remote.entries[: cut + 1]
+        pins = remote.starts(entries)
         try:
-            await self._move(fetcher, supporters, entries, remote)
-        finally:
-            self.liars.update(fetcher.liars)
+            # A failure on the way leaves the old copy as it was.
+            moved = await consensus_at(fetcher, supporters, self.log, self.consensus, entries, pins)
+        except FetchError as error:
+            self._distrust(error.liars)
+            raise
+        self._distrust(fetcher.liars)
+        self.log, self.consensus = self.log.moved(entries), moved
         return True
+
+    def _distrust(self, liars: Sequence[str]) -> None:
+        self.liars.update(liars)
+        if len(self.liars) > LIARS_KEPT:  # identities are free; a liar that comes back is found out
+            self.liars = set(liars)
 
     def _fetcher(self) -> LogFetcher:
         s = self.settings
-        return LogFetcher(self.peers, s.run_id, s.block, s.codec, s.purpose)
+        return LogFetcher(self.peers, s.run_id, s.block, s.codec, s.purpose, s.ask_s)
 
     async def _ask_all(self, fetcher: LogFetcher, donors: Sequence[str]) -> dict[str, RemoteLog]:
         async def ask(donor: str) -> RemoteLog | None:
@@ -99,50 +112,22 @@ class Follower:
     def _choose(
         self, logs: dict[str, RemoteLog], to_round: int | None
     ) -> tuple[Entry | None, list[str]]:
-        """The entry to move to, and who has it: what most donors say, the newest among equals."""
-        heads: dict[str, Entry] = {}
+        """The entry to move to, and who has it: the newest that most of the donors have.
+
+        If no newer entry is with most of them: the best supported. A donor that made up rounds of
+        its own is alone with them.
+        """
+        holders: dict[bytes, list[str]] = {}
+        newer: dict[bytes, Entry] = {}
         for donor, remote in logs.items():
-            due = [e for e in remote.entries if to_round is None or e.round <= to_round]
-            if due and due[-1].round > self.round:
-                heads[donor] = due[-1]
-        if not heads:
-            return None, []
-        newest = max(entry.round for entry in heads.values())
-        counts = Counter(e.digest for e in heads.values() if e.round == newest)
-        best = candidates(counts, 1)[0]
-        supporters = [donor for donor, entry in heads.items() if entry.digest == best]
-        return heads[supporters[0]], supporters
+            for entry in remote.entries:
+                if entry.round > self.round and (to_round is None or entry.round <= to_round):
+                    holders.setdefault(entry.digest, []).append(donor)
+                    newer[entry.digest] = entry
 
-    async def _move(
-        self,
-        fetcher: LogFetcher,
-        donors: Sequence[str],
-        entries: tuple[Entry, ...],
-        remote: RemoteLog,
-    ) -> None:
-        by_digest = {entry.digest: entry for entry in entries}
-        pins = [pin for pin in remote.pins if pin.entry in by_digest]
-        plan = self.log.plan_move(entries, [by_digest[pin.entry] for pin in pins])
-        base = Consensus(self.consensus.weights, self.settings.codec, self.settings.block)
-        base.steps, base.updates = dict(self.consensus.steps), dict(self.consensus.updates)
-        if plan.snapshot is None:
-            for entry in plan.rollback:
-                base.roll_back(entry)
-        else:
-            pin = next((p for p in pins if p.entry == plan.snapshot.digest), None)
-            if pin is None:
-                raise FetchError("no donor has a snapshot to start from", fetcher.liars)
-            weights = await fetcher.snapshot(donors, pin, len(base.weights))
-            base.restart(plan.snapshot, weights)
-        await self._forward(fetcher, donors, base, plan)
-        # Only now: a failure on the way leaves the old copy as it was.
-        self.log = self.log.moved(entries)
-        base.prune(self.log)
-        self.consensus = base
+        def rank(entry: Entry) -> tuple[bool, int, int, bytes]:
+            supporters = len(holders[entry.digest])
+            return 2 * supporters > len(logs), entry.round, supporters, entry.digest
 
-    async def _forward(
-        self, fetcher: LogFetcher, donors: Sequence[str], base: Consensus, plan: MovePlan
-    ) -> None:
-        for entry in plan.forward:
-            updates = await fetcher.aggregate(donors, entry)
-            base.follow(entry, updates)
+        best = max(newer.values(), key=rank, default=None)
+        return best, holders[best.digest] if best else []

@@ -1,8 +1,8 @@
 """A host in a run: network, trainer, one replica, and the copies of other blocks that it reads.
 
-Decides the order in which they start and stop, when the trainer gets its next round, when copies
-are renewed and when the state is written. What a round is stands in `swarm.round`; what is served
-in `replica_service`; what a person sees of it is the caller's, through the event log.
+Decides the order in which they start and stop, when the trainer gets its next round, that a dead
+trainer is started again, and when the state is written. What a round is stands in `swarm.round`;
+what is served in `replica_service`; what a person sees of it is the caller's, through the events.
 """
 
 from __future__ import annotations
@@ -17,31 +17,34 @@ from dataclasses import dataclass, replace
 from pathlib import Path
 from typing import TypeVar
 
+from node.atomic import StorageError
 from node.board import ReplicaBoard
+from node.copies import Copies
+from node.discovery import parse_seeds
 from node.event_log import EventLog
-from node.follow import Follower, FollowSettings
-from node.host_state import HostState, StateFolder
-from node.network import Network, NetworkSettings
-from node.replica import Replica, ReplicaSettings
+from node.exchange import ReplicaSettings
+from node.gate import Backoff
+from node.host_events import EventWriter
+from node.host_state import DamagedState, HostState, StateError, StateFolder
+from node.network import Network, NetworkSettings, NobodyThere
+from node.replica import Moment, Replica
 from node.replica_service import serve_replica
 from node.service import Status
 from node.trainer import Trainer, TrainerError
-from node.trainer_process import TrainerSettings, followed_blocks
+from node.trainer_process import TrainerSettings
 from protocol import messages
 from protocol.errors import BlockswarmError, UsageError, WireError
 from protocol.identity import peer_from_text, peer_text
-from protocol.ledger import Count
-from protocol.messages import Message, Purpose
+from protocol.messages import Message
 from protocol.records import Role
 from swarm import actions as act
 from swarm.aggregate import to_float
 from swarm.assignment import BlockView, HostLimits, first_choice
 from swarm.clock import ClockSample, RunClock
-from swarm.coupling import upstream_versions
-from swarm.events import MoveEvent, NodeEvent, Refusal, RoundEvent, Traffic
 from swarm.flat import flat_size, initial_flat
+from swarm.groups import MAX_GROUP
 from swarm.log import Entry
-from swarm.runfile import RunFile, parse, run_id, worker_memory_bytes
+from swarm.runfile import RunFile, parse, run_id, scheduled_steps, worker_memory_bytes
 from swarm.updates import UpdateCodec
 from swarm.worker import initial_block
 
@@ -49,8 +52,10 @@ M = TypeVar("M", bound=Message)
 _log = logging.getLogger(__name__)
 
 EVALUATE_EVERY = 4  # rounds; an evaluation costs as much as some steps
-SAVE_EVERY_S = 30.0
+SAVING_SHARE = 10  # at most a tenth of the time goes into saving
 CLOCK_EVERY_ROUNDS = 8
+CLOCKS_KEPT = 64
+LEAVE_SAVE_S = 2.0  # leaving takes 5 s at most; what was saved before is whole
 
 
 @dataclass(frozen=True)
@@ -92,7 +97,9 @@ class NetworkPeers:
 
 
 class Host:
-    """One host. `run` takes part until it is cancelled."""
+    """One host. `run` takes part until it is cancelled. It is its replica's `Listener`."""
+
+    replica_type: type[Replica] = Replica
 
     def __init__(self, settings: HostSettings, say: Callable[[str], None]) -> None:
         self.settings, self.say = settings, say
@@ -101,20 +108,20 @@ class Host:
         self.run_spec = self.run_file.run
         if not self.run_file.started:
             raise UsageError("this run has not started", "start it with: blockswarm seed run.toml")
+        self.state_folder = StateFolder(settings.folder)
         self.network = Network(settings.network, self._status, say)
         self.me = peer_text(self.network.peer_id)
         self.events = EventLog(settings.folder, say)
+        self.writer = EventWriter(self.me, self.network.ledger)
         self.clock = RunClock()
         self.block = -1
         self.replica: Replica | None = None
         self.trainer: Trainer | None = None
-        self.followers: dict[int, Follower] = {}
-        self.progress: dict[str, float | int | None] = {}
-        self.consensus_ce: float | None = None
-        self.local_ce: float | None = None
-        self._booked: dict[Purpose, Count] = {}
-        self._pending: set[asyncio.Task[None]] = set()
-        self._dead_trainer = asyncio.Event()
+        self.copies: Copies | None = None
+        self._lost_trainer = asyncio.Event()
+        self._save_due = asyncio.Event()
+        self._trouble: set[str] = set()  # what was said already
+        self._tasks: set[asyncio.Task[None]] = set()
 
     # Time.
 
@@ -122,105 +129,149 @@ class Host:
         return self.clock.run_time_s(time.time())
 
     def _status(self) -> Status:
-        role = Role.REPLICA | (Role.SEED if self.settings.seed else 0)
         replica = self.replica
         if replica is None:
-            return Status(int(role), 0, ())
-        return Status(int(role), max(replica.state.round, 0), (self.block,))
+            return Status(self._role(), 0, ())
+        return Status(self._role(), max(replica.state.round, 0), (self.block,))
+
+    def _role(self) -> int:
+        return int(Role.REPLICA | (Role.SEED if self.settings.seed else 0))
 
     # Life.
 
     async def run(self) -> None:
-        async with self.network:
-            await self._begin()
-            assert self.replica is not None
+        saved = self._load_state()
+        await self._connect(resumes=saved is not None)
+        loops: list[asyncio.Task[None]] = []
+        try:
+            replica = await self._begin(saved)
+            assert self.copies is not None
+            weights = asyncio.create_task(replica.weights.run())
             loops = [
-                asyncio.create_task(self.replica.run()),
+                weights,
+                asyncio.create_task(replica.run()),
+                asyncio.create_task(self.copies.run()),
                 asyncio.create_task(self._discover()),
                 asyncio.create_task(self._keep_state()),
                 asyncio.create_task(self._keep_trainer()),
             ]
-            try:
-                done, _ = await asyncio.wait(loops, return_when=asyncio.FIRST_EXCEPTION)
-                for task in done:
-                    task.result()
-            finally:
-                await self._leave(loops)
+            done, _ = await asyncio.wait(loops, return_when=asyncio.FIRST_EXCEPTION)
+            for task in done:
+                task.result()
+        finally:
+            await self._leave(loops)
 
-    async def _begin(self) -> None:
-        folder = StateFolder(self.settings.folder)
-        saved = folder.load(self.run_id)
+    async def _connect(self, resumes: bool) -> None:
+        """Start the network. Whoever has been here before goes on alone if nobody answers."""
+        try:
+            await self.network.start()
+        except NobodyThere:
+            if not resumes and not self.settings.seed:
+                raise
+            self.say("no peer answers; going on alone and trying to join again")
+            known = self.network.discovery.book.latest(256)
+            alone = replace(self.settings.network, join=(), state_folder=None)
+            self.network = Network(alone, self._status, self.say)
+            self.writer.ledger = self.network.ledger
+            await self.network.start()
+            for peer, addresses in reversed(known):  # through whom it tries again
+                self.network.discovery.book.remember(peer, addresses)
+            for peer, addresses in parse_seeds(self.settings.network.join).items():
+                self.network.discovery.book.remember(peer, addresses)
+
+    async def _begin(self, saved: HostState | None) -> Replica:
         self.block = saved.block if saved else await self._choose_block()
+        self.writer.block = self.block
         self.say(f"block {self.block} of {self.run_spec.model.blocks}")
         await self._sample_clocks()
-        self.trainer = await self._start_trainer()
-        codec = self._codec(self.block)
-        settings = ReplicaSettings(
-            self.run_id,
-            self.block,
-            self.run_file.rounds.rules(),
-            codec,
-            self.run_file.exchange.snapshot_every,
-        )
+        self.trainer = self._new_trainer()
+        await self.trainer.start()
         peers = NetworkPeers(self.network)
-        self.board = ReplicaBoard(self.network, peers, self.block, self._role(), self._on_record)
-        self.replica = Replica(
-            settings,
+        rounds, exchange = self.run_file.rounds, self.run_file.exchange
+        self.board = ReplicaBoard(
+            self.network, peers, self.block, self._role(), self._on_record, rounds.period_s / 2
+        )
+        codec = UpdateCodec(exchange.codec, flat_size(initial_block(self.run_spec, self.block)))
+        self.replica = self.replica_type(
+            ReplicaSettings(
+                self.run_id, self.block, rounds.rules(), codec, exchange.snapshot_every
+            ),
             self.network.identity,
             initial_flat(self.run_spec, self.block),
             peers,
             self.board,
             self.trainer,
             self.now_s,
-            self._on_report,
-            self._on_move,
-            self._on_step,
-            self._on_round,
+            self,
         )
         if saved is not None:
-            await self._resume(folder, saved)
+            await self._resume(saved, codec)
+        self.copies = Copies(
+            self.run_file,
+            self.run_id,
+            self.block,
+            peers,
+            self._donors,
+            self.now_s,
+            self.trainer.renew_copies,
+        )
         serve_replica(
             self.network.service, self.replica, self.board.hear, self.board.known, time.time
         )
-        self._follow_others(peers)
-        self._on_round(self.replica.state.round)
-        self.events.write(NodeEvent(time.time(), self.me, "resumed" if saved else "started"))
+        self.round_began(self.replica.state.round)
+        self._write_node_event("resumed" if saved else "started")
+        return self.replica
 
     async def _leave(self, loops: Sequence[asyncio.Task[None]]) -> None:
-        for task in (*loops, *self._pending):
+        """Stop hearing, save, stop the trainer, then the network: within 5 s in all."""
+        others = [*loops[1:], *self._tasks]
+        for task in others:
             task.cancel()
-        await asyncio.gather(*loops, *self._pending, return_exceptions=True)
-        with suppress(BlockswarmError):
-            await self._save()
+        await asyncio.gather(*others, return_exceptions=True)
+        if loops:  # the queue of the weights is still at work: save through it
+            with suppress(BlockswarmError, TimeoutError):
+                async with asyncio.timeout(LEAVE_SAVE_S):
+                    await self._save()
+            loops[0].cancel()
+            await asyncio.gather(loops[0], return_exceptions=True)
         if self.trainer is not None:
             await self.trainer.stop()
-        self.events.write(NodeEvent(time.time(), self.me, "left"))
+        self._write_node_event("left")
+        try:
+            await self.network.stop()
+        except StorageError as error:
+            self._say_once("storage", error.message)
 
-    def _role(self) -> int:
-        return int(Role.REPLICA | (Role.SEED if self.settings.seed else 0))
-
-    def _codec(self, block: int) -> UpdateCodec:
-        size = flat_size(initial_block(self.run_spec, block))
-        return UpdateCodec(self.run_file.exchange.codec, size)
+    # The block.
 
     async def _choose_block(self) -> int:
-        if self.settings.block is not None:
-            if not 0 <= self.settings.block < self.run_spec.model.blocks:
-                raise UsageError(
-                    f"there is no block {self.settings.block}",
-                    f"choose one of 0 to {self.run_spec.model.blocks - 1}, or leave --block away",
-                )
-            return self.settings.block
+        """The one that was asked for, or the neediest that fits."""
+        count, wanted = self.run_spec.model.blocks, self.settings.block
+        if wanted is not None and not 0 <= wanted < count:
+            raise UsageError(
+                f"there is no block {wanted}",
+                f"choose one of 0 to {count - 1}, or leave --block away",
+            )
         views = []
-        for block in range(self.run_spec.model.blocks):
-            with suppress(WireError):
-                found = await self.network.replicas(block)
-                memory = worker_memory_bytes(self.run_file, block)
-                views.append(BlockView(block, len(found), memory, 0, 1))
+        for block in range(count) if wanted is None else (wanted,):
+            found = 0
+            with suppress(WireError):  # nobody answers for it: then it needs us
+                records = await self.network.replicas(block)
+                found = sum(s.peer_id != self.network.peer_id for s in records)
+            memory = worker_memory_bytes(self.run_file, block)
+            views.append(BlockView(block, found, memory, 0, 1))
+        open_ = [view for view in views if view.replicas < MAX_GROUP]
+        if not open_:
+            raise UsageError(
+                f"every block that you may train has {MAX_GROUP} hosts already",
+                "groups of more are not part of this version; start another run",
+            )
+        if wanted is not None:
+            return wanted
         limits = HostLimits(self.settings.memory_bytes, 1 << 60)
-        chosen = first_choice(views, limits, random.Random(self.network.peer_id))
+        chosen = first_choice(open_, limits, random.Random(self.network.peer_id))
         if chosen is None:
-            least = min((v.memory_bytes for v in views), default=0)
+            least = min(view.memory_bytes for view in open_)
             raise UsageError(
                 f"no block fits: the smallest worker needs {least / 1e9:.1f} GB of memory, "
                 f"--max-memory allows {self.settings.memory_bytes / 1e9:.1f} GB",
@@ -230,7 +281,7 @@ class Host:
 
     # The trainer.
 
-    async def _start_trainer(self) -> Trainer:
+    def _new_trainer(self) -> Trainer:
         spec = self.settings.data_spec or self.run_file.data.spec
         if spec == "own":
             raise UsageError("in this run every host brings its own text", "give --data PATH")
@@ -242,86 +293,107 @@ class Host:
             self.settings.device,
             self.settings.threads,
         )
-        trainer = Trainer(settings, self.progress.update, self._dead_trainer.set)
-        await trainer.start()
-        return trainer
+        return Trainer(settings, self.writer.measured.hear_progress, self._on_trainer_death)
+
+    def _on_trainer_death(self) -> None:
+        """Nothing may reach a new process before its weights are set."""
+        if self.replica is not None:
+            self.replica.weights.lose("the training process died")
+
+    def weights_lost(self, why: str) -> None:
+        if not self._lost_trainer.is_set():
+            _log.info("%s; starting the training process again", why)
+        self._lost_trainer.set()
 
     async def _keep_trainer(self) -> None:
         """Start the training process again when it died: from the consensus, which we hold."""
+        backoff, attempt = Backoff(first_s=0.5, most_s=30.0), 0
+        replica, trainer, copies = self.replica, self.trainer, self.copies
+        assert replica is not None and trainer is not None and copies is not None
         while True:
-            await self._dead_trainer.wait()
-            self._dead_trainer.clear()
-            assert self.replica is not None and self.trainer is not None
-            self.say("the training process died; starting it again")
-            self.events.write(NodeEvent(time.time(), self.me, "trainer_restarted"))
-            await self.trainer.stop()
-            await self.trainer.start()
-            await self.trainer.replace(to_float(self.replica.consensus.weights))
-            await self.trainer.renew_copies({j: f.weights() for j, f in self.followers.items()})
-            self._on_round(self.replica.state.round)
+            await self._lost_trainer.wait()
+            self.say("the training process was lost; starting it again")
+            await trainer.stop()
+            try:
+                await trainer.start()
+                await trainer.renew_copies(copies.weights())
+            except TrainerError as error:
+                self._say_once("trainer", error.message)
+                await asyncio.sleep(backoff.wait_s(attempt, random.Random()))
+                attempt += 1
+                continue
+            attempt = 0
+            self._lost_trainer.clear()  # what failed until now failed with the old process
+            self._write_node_event("trainer_restarted")
+            replica.reset_weights()
+            self._give_steps(replica.state.round)
 
-    def _on_round(self, number: int) -> None:
-        """A new round began: the trainer may do its next steps, copies are renewed."""
-        training, count = self.run_spec.training, self.run_file.rounds.count
-        if 0 <= number < count:
-            self._spawn(self._give_steps(number * training.steps_per_round))
-        if self.followers:
-            self._spawn(self._renew_copies(number))
+    def _give_steps(self, number: int) -> None:
+        """The trainer may do the steps of a round."""
+        if 0 <= number < self.run_file.rounds.count:
+            training, trainer = self.run_spec.training, self.trainer
+            assert trainer is not None
+            first = scheduled_steps(training, number)
+            self._spawn(trainer.begin_round(first, training.steps_in_round(number)))
+
+    # What the replica says: see `replica.Listener`.
+
+    def round_began(self, number: int) -> None:
+        self._give_steps(number)
+        if self.copies is not None:
+            self.copies.begin(number)
         if number % CLOCK_EVERY_ROUNDS == 0:
             self._spawn(self._sample_clocks())
 
-    async def _give_steps(self, step: int) -> None:
-        assert self.trainer is not None
-        with suppress(TrainerError):  # `_keep_trainer` is at it
-            await self.trainer.begin_round(step, self.run_spec.training.steps_per_round)
+    def reported(self, report: act.Report, update_bytes: int) -> None:
+        assert self.replica is not None
+        ages = self.copies.ages(report.round) if self.copies else ()
+        log = self.replica.state.log
+        self.events.write(self.writer.round(self.now_s(), report, log, update_bytes, ages))
+        if report.outcome != "decided":
+            self._save_due.set()
 
-    # Copies of other blocks.
+    def stepped(self, entry: Entry) -> None:
+        self._save_due.set()
+        if entry.round % EVALUATE_EVERY == 0:
+            self._spawn(self._evaluate())
 
-    def _follow_others(self, peers: NetworkPeers) -> None:
-        every = self.run_file.exchange.snapshot_every
-        for block in followed_blocks(self.run_spec, self.block):
-            settings = FollowSettings(self.run_id, block, self._codec(block), every, Purpose.RELAY)
-            first = initial_flat(self.run_spec, block)
-            self.followers[block] = Follower(settings, first, peers, self._donors)
+    def moved(self, move: act.MoveTo, before: bytes) -> None:
+        assert self.replica is not None
+        number = self.replica.state.round
+        self.events.write(self.writer.move(self.now_s(), number, move, before))
+        self._save_due.set()
 
-    async def _donors(self, block: int) -> Sequence[str]:
-        found = await self.network.replicas(block, cap=8)
-        newest = sorted(found, key=lambda s: -s.record.round)
-        return [peer_text(s.peer_id) for s in newest if s.peer_id != self.network.peer_id]
+    def excluded(self, peer: str, until_round: int) -> None:
+        assert self.replica is not None
+        number = self.replica.state.round
+        self.events.write(self.writer.exclusion(self.now_s(), number, peer, until_round))
 
-    async def _renew_copies(self, number: int) -> None:
-        """Bring every copy to the version that this round's training reads.
+    def crowded(self) -> None:
+        self._say_once(
+            "crowded",
+            f"block {self.block} has more than {MAX_GROUP} hosts; this one exchanges with "
+            f"{MAX_GROUP - 1} of them",
+        )
 
-        Round `number` has just opened its exchange; what it decides is there when the exchange is
-        over, so we wait for that long and ask then. A block that nobody answers for stays as it
-        is, and training goes on with it.
-        """
-        rules = self.run_file.rounds
-        opened = rules.start_s + number * rules.period_s
-        ready = opened + rules.deadline_floor_s + rules.vote_window_s + rules.repair_window_s
-        await asyncio.sleep(max(0.0, ready - self.now_s()))
-        wanted = dict(enumerate(upstream_versions(self.block, number, self._staggered)))
-        wanted[self.block + 1] = number
-        renewed = {}
-        for block, follower in self.followers.items():
-            try:
-                if await follower.advance(wanted[block]):
-                    renewed[block] = follower.weights()
-            except (WireError, TimeoutError) as error:
-                _log.info("block %d: its copy stays at round %d: %s", block, follower.round, error)
-        assert self.trainer is not None
-        with suppress(TrainerError):
-            await self.trainer.renew_copies(renewed)
-
-    @property
-    def _staggered(self) -> bool:
-        return self.run_spec.training.staggered
+    async def _evaluate(self) -> None:
+        """CE of the consensus and of the running weights; after a step, when there is time."""
+        replica, trainer, measured = self.replica, self.trainer, self.writer.measured
+        assert replica is not None and trainer is not None
+        weights = to_float(replica.consensus.weights)
+        measured.consensus_ce_nats = await trainer.evaluate(weights)
+        measured.local_ce_nats = await trainer.evaluate(await trainer.snapshot())
 
     # What others say.
 
     def _on_record(self, event: act.PeerRecord) -> None:
         if self.replica is not None:
             self.replica.hear(event)
+
+    async def _donors(self, block: int) -> Sequence[str]:
+        found = await self.network.replicas(block, cap=8)
+        newest = sorted(found, key=lambda s: -s.record.round)
+        return [peer_text(s.peer_id) for s in newest if s.peer_id != self.network.peer_id]
 
     async def _discover(self) -> None:
         """Look the block's replicas up, now and in every round: newcomers show up here first."""
@@ -344,116 +416,97 @@ class Host:
 
         known = [peer for peer, _ in self.network.discovery.book.latest(8)]
         await asyncio.gather(*(ask(peer) for peer in known), return_exceptions=True)
-
-    # What happened.
-
-    def _on_report(self, report: act.Report) -> None:
-        self._spawn(self._write_round(report))
-
-    async def _write_round(self, report: act.Report) -> None:
-        replica, trainer = self.replica, self.trainer
-        assert replica is not None and trainer is not None
-        if report.round % EVALUATE_EVERY == 0:
-            with suppress(TrainerError):
-                self.consensus_ce = await trainer.evaluate(to_float(replica.consensus.weights))
-                self.local_ce = await trainer.evaluate(await trainer.snapshot())
-        log = replica.state.log
-        entry = next((e for e in reversed(log.entries) if e.round == report.round), None)
-        left_out = [c.sender for c in entry.contributions if c.scale == 0] if entry else []
-        steps = self.progress.get("steps")
-        event = RoundEvent(
-            time_s=time.time(),
-            peer=self.me,
-            block=self.block,
-            round=report.round,
-            outcome=report.outcome,
-            in_time=report.in_time,
-            late=report.late,
-            missing=report.missing,
-            refused=tuple(Refusal(peer, why) for peer, why in report.refused),
-            agreed=report.agreed,
-            left_out=tuple(left_out),
-            included=report.included,
-            voters=report.voters,
-            first_deadline_s=report.first_deadline_s,
-            consensus=log.head.digest.hex(),
-            consensus_round=log.head.round,
-            update_bytes=replica.state.own_size_bytes,
-            traffic=self._traffic(),
-            local_ce_nats=self.local_ce,
-            consensus_ce_nats=self.consensus_ce,
-            steps=int(steps) if steps else 0,
-            copy_ages_rounds=tuple(report.round - f.round for f in self.followers.values()),
-        )
-        self.events.write(event)
-
-    def _traffic(self) -> tuple[Traffic, ...]:
-        """Bytes since the last round, by purpose."""
-        now = self.network.ledger.by_purpose()
-        before, self._booked = self._booked, now
-        out = []
-        for purpose, count in now.items():
-            old = before.get(purpose, Count())
-            name = purpose.name.lower().replace("_", "-")
-            sent, received = count.bytes_out - old.bytes_out, count.bytes_in - old.bytes_in
-            if sent or received:
-                out.append(Traffic(name, sent, received))
-        return tuple(out)
-
-    def _on_move(self, move: act.MoveTo, before: bytes) -> None:
-        assert self.replica is not None
-        self.events.write(
-            MoveEvent(
-                time_s=time.time(),
-                peer=self.me,
-                block=self.block,
-                round=self.replica.state.round,
-                before=before.hex(),
-                after=move.head.digest.hex(),
-                rolled_back=len(move.plan.rollback),
-                applied=len(move.plan.forward),
-                from_snapshot=move.plan.snapshot is not None,
-                mode=move.mode.value,
-            )
-        )
-
-    def _on_step(self, entry: Entry) -> None:
-        _log.debug("round %d decided: %s", entry.round, entry.digest.hex()[:12])
-
-    def _spawn(self, work: Awaitable[None]) -> None:
-        task = asyncio.ensure_future(work)
-        self._pending.add(task)
-        task.add_done_callback(self._finished)
-
-    def _finished(self, task: asyncio.Task[None]) -> None:
-        self._pending.discard(task)
-        if not task.cancelled() and (error := task.exception()) is not None:
-            _log.error("a task of the host failed", exc_info=error)
+        for peer in list(self.clock.samples)[:-CLOCKS_KEPT]:
+            self.clock = self.clock.without(peer)
 
     # State.
 
-    async def _keep_state(self) -> None:
-        while True:
-            await asyncio.sleep(SAVE_EVERY_S)
-            try:
-                await self._save()
-            except BlockswarmError as error:
-                self.say(f"{error.message}; training goes on")
+    def _load_state(self) -> HostState | None:
+        try:
+            saved = self.state_folder.load(self.run_id)
+        except DamagedState as error:
+            self.say(f"{error.message}; catching up from the swarm instead")
+            saved = None
+        self.state_folder.remove_unnamed()
+        return saved
 
-    async def _save(self) -> None:
-        replica, trainer = self.replica, self.trainer
-        if replica is None or trainer is None:
-            return
-        folder = StateFolder(self.settings.folder)
-        await folder.save(self.run_id, self.block, replica, trainer)
-
-    async def _resume(self, folder: StateFolder, saved: HostState) -> None:
+    async def _resume(self, saved: HostState, codec: UpdateCodec) -> None:
         replica, trainer = self.replica, self.trainer
         assert replica is not None and trainer is not None
         try:
-            log = saved.restore(replica.consensus)
-            await trainer.load(saved.trainer_path)
-        except BlockswarmError as error:
+            moment = saved.restore(codec, self.run_file.exchange.snapshot_every, self.me)
+        except (WireError, StateError) as error:
             self.say(f"the saved state cannot be used ({error.message}); catching up instead")
             return
-        replica.state = replace(replica.state, log=log)
+        try:
+            await trainer.load(saved.trainer_path)
+        except TrainerError as error:
+            self.say(f"the saved weights cannot be used ({error.message}); using the consensus")
+            replica.restore(moment)
+            replica.reset_weights()
+            return
+        replica.restore(moment)
+
+    async def _keep_state(self) -> None:
+        """Save after every round; if that takes long, less often."""
+        while True:
+            await self._save_due.wait()
+            self._save_due.clear()
+            began_s = time.monotonic()
+            try:
+                await self._save()
+                self._trouble.discard("state")
+            except StateError as error:
+                _log.debug("not saved: %s", error)
+            except TrainerError as error:
+                if self.replica is not None and not self.replica.weights.lost:
+                    self._cannot_save(error)
+            except BlockswarmError as error:
+                self._cannot_save(error)
+            await asyncio.sleep((SAVING_SHARE - 1) * (time.monotonic() - began_s))
+
+    def _cannot_save(self, error: BlockswarmError) -> None:
+        if "state" not in self._trouble:
+            what = "disk_full" if "full" in error.message else "cannot_save"
+            self._write_node_event(what, error.message)
+        self._say_once("state", f"{error.message}; training goes on without saving")
+
+    async def _save(self) -> None:
+        """All parts of one moment: the trainer's in the queue's turn, the rest of that moment."""
+        replica, trainer = self.replica, self.trainer
+        if replica is None or trainer is None:
+            return
+        path = self.state_folder.trainer_path()
+        moments: list[Moment] = []
+
+        async def save_trainer(moment: Moment) -> None:
+            await trainer.save(path)
+            moments.append(moment)
+
+        try:
+            await replica.at_rest(save_trainer)
+        except BaseException:
+            self.state_folder.give_up(path)
+            raise
+        await asyncio.to_thread(self.state_folder.save, self.run_id, self.block, moments[0], path)
+
+    # Words.
+
+    def _write_node_event(self, what: str, detail: str = "") -> None:
+        self.events.write(self.writer.node(self.now_s(), what, detail))
+
+    def _say_once(self, about: str, text: str) -> None:
+        if about not in self._trouble:
+            self.say(text)
+        self._trouble.add(about)
+
+    def _spawn(self, work: Awaitable[None]) -> None:
+        task = asyncio.ensure_future(work)
+        self._tasks.add(task)
+        task.add_done_callback(self._finished)
+
+    def _finished(self, task: asyncio.Task[None]) -> None:
+        self._tasks.discard(task)
+        error = None if task.cancelled() else task.exception()
+        if error is not None and not isinstance(error, TrainerError):  # `_keep_trainer` is at it
+            _log.error("a task of the host failed", exc_info=error)

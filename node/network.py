@@ -22,15 +22,16 @@ from node.addresses import from_option, through_relay, to_announce, with_peer
 from node.daemon import Daemon, DaemonError, DaemonSettings
 from node.discovery import Discovery, PeerBook, parse_seeds
 from node.gate import Backoff, DaemonGone, Gate, Said, with_backoff
-from node.service import Reply, Service, Status, purpose_of, serve_basics
-from node.transport import Caller, P2pdStream, Transport
+from node.p2pd_stream import P2pdStream
+from node.service import Reply, Service, Status, serve_basics
+from node.transport import Caller, Transport
 from protocol import messages
 from protocol.errors import BlockswarmError, WireError
 from protocol.frames import Channel, Deadline, Sink
 from protocol.identity import Identity, load_or_create, peer_text
 from protocol.ledger import Ledger
 from protocol.limits import CONTROL_DEADLINE_S, RECORDS_PER_REPLY, STALL_S
-from protocol.messages import Message
+from protocol.messages import Message, purpose_of
 from protocol.records import Record, SignedRecord
 
 M = TypeVar("M", bound=Message)
@@ -80,15 +81,17 @@ class Network:
         gate: Gate | None = None,
     ) -> None:
         self.settings = settings
-        self.identity: Identity = load_or_create(settings.daemon.identity_path)
+        self._seeds = parse_seeds(settings.join)
         folder = settings.state_folder
         self.ledger = Ledger.load(folder / "ledger.json") if folder else Ledger()
         self.service = Service(self.ledger, gate)
         book = PeerBook(folder / "peers.json" if folder else None)
+        # Last: from here on the identity is locked, until `stop`.
+        self.identity: Identity = load_or_create(settings.daemon.identity_path)
         self.discovery = Discovery(self.identity, settings.run_id, book, self.ledger)
         self.restarts = 0
-        self._seeds = parse_seeds(settings.join)
-        self._said = Said(say)
+        self._said_of_daemon = Said(say)
+        self._said_of_peers = Said(say)
         self._rng = rng or random.Random()
         self._daemon: Daemon | None = None
         self._tasks: list[asyncio.Task[None]] = []
@@ -157,8 +160,10 @@ class Network:
         if self._daemon is not None:
             await self._daemon.stop()
             self._daemon = None
-        self._save()
-        self.identity.close()
+        try:
+            self._save()
+        finally:
+            self.identity.close()
 
     def _save(self) -> None:
         if self.settings.state_folder is not None:
@@ -171,7 +176,7 @@ class Network:
             daemon = self._daemon
             assert daemon is not None
             code = await daemon.ended()
-            self._said.trouble(f"p2pd has ended (code {code}); starting it again")
+            self._said_of_daemon.trouble(f"p2pd has ended (code {code}); starting it again")
             self._daemon = None
             self.discovery.detach()
             await daemon.stop()
@@ -180,13 +185,13 @@ class Network:
                 try:
                     await self._open(daemon.port)
                 except (BlockswarmError, OSError) as error:
-                    self._said.trouble(f"p2pd does not start: {error}; trying again")
+                    self._said_of_daemon.trouble(f"p2pd does not start: {error}; trying again")
                     await asyncio.sleep(self.settings.backoff.wait_s(attempt, self._rng))
                     attempt += 1
             with suppress(WireError):
                 await self._rejoin()
             self.restarts += 1
-            self._said.over("p2pd runs again")
+            self._said_of_daemon.over("p2pd runs again")
 
     async def _rejoin(self) -> bool:
         met = await self.discovery.join(self._seeds.items())
@@ -209,16 +214,18 @@ class Network:
             with suppress(WireError):  # DaemonGone: the other task is at it
                 if await self.discovery.anyone_there():
                     if attempt:
-                        self._said.over("peers answer again")
+                        self._said_of_peers.over("peers answer again")
                     attempt = 0
                     continue
                 if not self._seeds and not len(self.discovery.book):
                     continue  # the first of its run: alone is not cut off
                 attempt += 1
-                self._said.trouble("no peer answers; training goes on, trying to join again")
+                self._said_of_peers.trouble(
+                    "no peer answers; training goes on, trying to join again"
+                )
                 if await self._rejoin():
                     attempt = 0
-                    self._said.over("peers answer again")
+                    self._said_of_peers.over("peers answer again")
 
     # --- who and where --------------------------------------------------------------------------
 

@@ -3,6 +3,9 @@
 Turns actions into requests, transfers and arithmetic, and what comes back into events. Decides
 nothing about a round itself. Events are heard one at a time; whatever takes time runs beside it
 and comes back as an event. What touches the running weights goes through one queue, in order.
+
+Known limit: groups (more than 16 replicas of a block) exist in the simulator only. Here at most 15
+others are heard, those that contributed lately before strangers, and a person is told.
 """
 
 from __future__ import annotations
@@ -15,23 +18,28 @@ from typing import Protocol
 
 import numpy as np
 
+from node.catch_up import consensus_at
 from node.consensus import Consensus
+from node.exchange import Exchange, Held, ReplicaSettings
 from node.fetch import FetchError, LogFetcher, Peers, Quanta
-from protocol import messages
-from protocol.codec.errors import CodecError
-from protocol.errors import WireError
-from protocol.identity import Identity, peer_from_text, peer_text
+from node.own_updates import OwnUpdate, OwnUpdates
+from node.trainer import TrainerError
+from node.weights_queue import WeightsQueue
+from protocol.identity import Identity, peer_text
 from protocol.messages import Purpose
-from protocol.payloads import SignedVote, seal_vote, unpack_votes, verify_vote
-from protocol.records import SignedRecord
+from protocol.payloads import SignedVote, seal_vote
 from swarm import actions as act
 from swarm.aggregate import (
     QUANTUM_BITS,
+    SCALE_ONE,
     FixedUpdate,
     Ints,
-    UpdateError,
     add_into,
     aggregate,
+    apply_step,
+    clip_scale,
+    norm,
+    norm_limit,
     scaled,
     step_digest,
     to_fixed,
@@ -39,16 +47,17 @@ from swarm.aggregate import (
 )
 from swarm.feedback import only_ours, unsent
 from swarm.flat import Floats
+from swarm.groups import MAX_GROUP
 from swarm.log import ConsensusLog, Contribution, Entry, MoveMode, genesis
 from swarm.round import next_wakeup_s, step
-from swarm.round_state import RoundRules, RoundState
-from swarm.updates import UpdateCodec, from_wire_vote, to_wire_vote, update_digest
-from swarm.votes import UpdateRef
+from swarm.round_state import RoundState
+from swarm.updates import to_wire_vote, update_digest
+from swarm.votes import UpdateRef, Vote
 
 _log = logging.getLogger(__name__)
 
-OWN_UPDATES_KEPT = 64
-UPDATES_KEPT = 256
+EVENTS_WAITING = 4096  # what strangers may make us remember to hear
+ASK_SHARE = 3  # one question of a catch-up may take a third of its time
 
 
 class Weights(Protocol):
@@ -62,21 +71,57 @@ class Weights(Protocol):
 
 
 class Board(Protocol):
-    """What is needed of discovery: say what we are, see who else is there."""
+    """What is needed of discovery: say what we are."""
 
     async def publish(self, announcement: act.Announce) -> None:
         """Put our record into the DHT and show it to the replicas that we know."""
 
 
-@dataclass(frozen=True)
-class ReplicaSettings:
-    """What a replica is part of."""
+class Listener(Protocol):
+    """Who hears what happened to a replica."""
 
-    run_id: bytes
-    block: int
-    rules: RoundRules
-    codec: UpdateCodec
-    snapshot_every: int
+    def round_began(self, number: int) -> None: ...
+
+    def reported(self, report: act.Report, update_bytes: int) -> None: ...
+
+    def stepped(self, entry: Entry) -> None: ...
+
+    def moved(self, move: act.MoveTo, before: bytes) -> None: ...
+
+    def excluded(self, peer: str, until_round: int) -> None: ...
+
+    def weights_lost(self, why: str) -> None: ...
+
+    def crowded(self) -> None: ...
+
+
+@dataclass(frozen=True)
+class Moment:
+    """A log, its consensus, and our updates in flight, when the running weights are at rest:
+    weights = consensus + unsent holds for exactly these three."""
+
+    log: ConsensusLog
+    consensus: Consensus
+    in_flight: dict[UpdateRef, OwnUpdate]
+
+
+@dataclass(frozen=True)
+class _Computed:
+    """A step that waits for the round to apply it."""
+
+    entry: Entry
+    new: Quanta
+    step: FixedUpdate
+    payloads: list[bytes]
+
+
+@dataclass(frozen=True)
+class _Prepared:
+    """A move that is fetched and proven, from the head `have`."""
+
+    have: bytes
+    target: bytes
+    consensus: Consensus
 
 
 class Replica:
@@ -89,51 +134,55 @@ class Replica:
         first_weights: Floats,
         peers: Peers,
         board: Board,
-        weights: Weights,
+        trainer: Weights,
         run_time_s: Callable[[], float],
-        on_report: Callable[[act.Report], None],
-        on_move: Callable[[act.MoveTo, bytes], None],
-        on_step: Callable[[Entry], None],
-        on_round: Callable[[int], None],
+        listener: Listener,
     ) -> None:
         self.settings, self.identity = settings, identity
         self.me = peer_text(identity.peer_id)
-        self.peers, self.board, self.trainer = peers, board, weights
-        self.run_time_s = run_time_s
-        self.on_report, self.on_move, self.on_step = on_report, on_move, on_step
-        self.on_round = on_round
+        self.peers, self.board, self.trainer = peers, board, trainer
+        self.run_time_s, self.listener = run_time_s, listener
         start = to_fixed(first_weights)
         first = genesis(settings.run_id.hex(), settings.block, weights_digest(start))
         log = ConsensusLog((first,), settings.snapshot_every)
         self.consensus = Consensus(start, settings.codec, settings.block)
         self.consensus.prune(log)
         now = self._round_now()
-        self.state = RoundState(self.me, settings.rules, log, warm_until=max(now, 0))
-        self.state = replace(self.state, round=now)
-        self.own: dict[UpdateRef, FixedUpdate] = {}
-        self.updates: dict[bytes, bytes] = {}  # encoded, ours and others', by digest
-        self.decoded: dict[bytes, FixedUpdate] = {}
-        self.votes: dict[tuple[int, int, str], SignedVote] = {}  # (round, stage, voter)
-        self.fetched: dict[bytes, tuple[dict[bytes, list[bytes]], Entry | None, Quanta | None]] = {}
+        self.state = RoundState(self.me, settings.rules, log, warm_until=max(now, 0), round=now)
+        self.own = OwnUpdates()
+        self.weights = WeightsQueue(listener.weights_lost)
+        self.exchange = Exchange(settings, identity, peers, run_time_s, self.hear)
+        self._computed: dict[bytes, _Computed] = {}
+        self._prepared: _Prepared | None = None
+        self._heard: dict[str, int] = {}  # the others of this block -> last heard in this round
+        self._sent_bytes = 0
         self._events: asyncio.Queue[act.Event] = asyncio.Queue()
-        self._weights_work: asyncio.Queue[Callable[[], Awaitable[None]]] = asyncio.Queue()
         self._tasks: set[asyncio.Task[None]] = set()
 
     def _round_now(self) -> int:
         rules = self.settings.rules
         return int((self.run_time_s() - rules.start_s) // rules.period_s)
 
+    # Events.
+
     def hear(self, event: act.Event) -> None:
         """An event from outside; it is taken in turn."""
+        from_others = isinstance(event, act.PeerRecord | act.VoteArrived)
+        if from_others and self._events.qsize() >= EVENTS_WAITING:
+            return
         self._events.put_nowait(event)
 
+    def hear_vote(self, data: bytes) -> None:
+        """A signed vote from anybody. Raises `WireError` if it is not one of this block."""
+        self.exchange.hear_vote(data, self.state.round)
+
+    def votes_of(self, number: int) -> list[SignedVote]:
+        return self.exchange.votes_of(number)
+
     async def run(self) -> None:
-        """Take part until cancelled. Leaves no task behind."""
-        worker = asyncio.create_task(self._work_on_weights())
+        """Take part until cancelled. Leaves no task behind but `weights.run`, which is yours."""
         try:
             while True:
-                if worker.done():
-                    worker.result()  # the trainer is gone: let whoever runs us know
                 now = self.run_time_s()
                 wait = next_wakeup_s(self.state, now) - now
                 try:
@@ -141,86 +190,120 @@ class Replica:
                         event: act.Event = await self._events.get()
                 except TimeoutError:
                     event = act.Tick()
-                before = self.state.round
-                self.state, actions = step(self.state, event, self.run_time_s())
-                self._carry_out(actions)
-                if self.state.round != before:
-                    self.on_round(self.state.round)
+                self._take(event)
         finally:
-            worker.cancel()
             for task in [*self._tasks]:
                 task.cancel()
-            await asyncio.gather(worker, *self._tasks, return_exceptions=True)
+            await asyncio.gather(*self._tasks, return_exceptions=True)
+
+    def _take(self, event: act.Event) -> None:
+        """One event: the round decides, and what it decides is carried out."""
+        before = self.state
+        if not self._usable(event):
+            return
+        self.state, actions = step(before, self._checked(event), self.run_time_s())
+        self._carry_out(actions)
+        if self.state.trust is not before.trust:
+            self._tell_exclusions(before)
+        if self.state.round != before.round:
+            self._turned()
+
+    def _usable(self, event: act.Event) -> bool:
+        """At most 15 others are heard: one group. Contributors come before strangers."""
+        match event:
+            case act.PeerRecord(peer=peer) | act.VoteArrived(vote=Vote(voter=peer)):
+                pass
+            case _:
+                return True
+        now = self.state.round
+        if peer not in self._heard and len(self._heard) >= MAX_GROUP - 1:
+            known = self.state.log.inclusions()
+            idle = min(self._heard, key=lambda p: (known[p] > 0, self._heard[p]))
+            if known[idle] > 0 or (self._heard[idle] >= now - 2 and not known[peer]):
+                self.listener.crowded()
+                return False
+            del self._heard[idle]
+        self._heard[peer] = now
+        return True
+
+    def _checked(self, event: act.Event) -> act.Event:
+        """A move was prepared for the head that we had then; if that is gone it is of no use."""
+        if isinstance(event, act.ConsensusFetched):
+            ready = self._prepared
+            here = self.state.log.head.digest
+            if ready is None or (ready.target, ready.have) != (event.target, here):
+                return act.FetchFailed(event.target)
+        return event
+
+    def _tell_exclusions(self, before: RoundState) -> None:
+        for peer, standing in self.state.trust.peers.items():
+            if standing.excluded_until > before.trust.of(peer).excluded_until:
+                self.listener.excluded(peer, standing.excluded_until)
+
+    def _turned(self) -> None:
+        """A new round: what belonged to older ones goes."""
+        number = self.state.round
+        self.exchange.forget_before(number - 1)
+        self.own.prune(self.state.log, self.state.in_flight)
+        self._heard = {p: seen for p, seen in self._heard.items() if seen >= number - 3}
+        head = self.state.log.head.digest
+        self._computed = {d: c for d, c in self._computed.items() if c.entry.parent == head}
+        self.listener.round_began(number)
 
     # Actions.
 
     def _carry_out(self, actions: Sequence[act.Action]) -> None:
-        change: Ints | None = None  # what this batch of actions adds to the running weights
+        parts: list[tuple[FixedUpdate, int]] = []  # what these add to the running weights
         for action in actions:
             match action:
                 case act.Apply(entry):
-                    change = self._changed(change, self._apply(entry))
+                    parts.append((self._apply(entry), 1))
                 case act.Settle(ref, scale):
-                    if ref in self.own:
-                        change = self._changed(change, scaled(self.own[ref], scale), -1)
+                    parts += self._own_part(ref, scale, -1)
                 case act.ReturnToFeedback(ref, scale):
-                    if scale and ref in self.own:
-                        change = self._changed(change, scaled(self.own[ref], scale))
+                    parts += self._own_part(ref, scale, 1)
+                    self.own.returned(ref)
                 case act.MoveTo():
-                    moved = self._move(action)
-                    change = moved if change is None else change + moved
+                    parts += self._move(action)
                 case act.MakeUpdate():
-                    self._correct(change)
-                    change = None
+                    self._correct(parts)
+                    parts = []
                     self._make_update(action)
                 case _:
                     self._carry_out_one(action)
-        self._correct(change)
+        self._correct(parts)
+
+    def _own_part(self, ref: UpdateRef, scale: int, times: int) -> list[tuple[FixedUpdate, int]]:
+        made = self.own.get(ref)
+        return [(scaled(made.update, scale), times)] if made and scale else []
 
     def _carry_out_one(self, action: act.Action) -> None:
         match action:
             case act.Announce():
+                self._sent_bytes = action.size_bytes
                 self._spawn(self.board.publish(action))
             case act.Pull():
-                self._spawn(self._pull(action))
+                self._spawn(self.exchange.pull(action, self.state.round))
             case act.SendVote(vote, to):
-                signed = seal_vote(
-                    self.identity, to_wire_vote(vote, self.settings.run_id, self.settings.block)
-                )
-                self.votes[vote.round, vote.stage, self.me] = signed
-                self._forget_old_votes()
+                wire = to_wire_vote(vote, self.settings.run_id, self.settings.block)
+                signed = seal_vote(self.identity, wire)
+                self.exchange.keep_vote(vote, signed)
                 for peer in to:
-                    self._spawn(self._exchange_votes(peer, vote.round, signed.blob))
+                    self._spawn(self.exchange.exchange_votes(peer, vote.round, signed.blob))
             case act.AskVotes(number, _, _, to):
                 for peer in to:
-                    self._spawn(self._exchange_votes(peer, number, b""))
-            case act.Aggregate():
+                    self._spawn(self.exchange.exchange_votes(peer, number, b""))
+            case act.Aggregate(group=None):
                 self._spawn(self._aggregate(action))
             case act.FetchConsensus():
                 self._spawn(self._fetch(action))
             case act.Report():
-                self.on_report(action)
-            case _:
-                # Groups (Claim, Combine) begin beyond 16 replicas of a block; a vote that is
-                # asked for is answered by the handler (SendVotes).
-                _log.warning("not carried out: %s", type(action).__name__)
-
-    def _changed(self, change: Ints | None, part: FixedUpdate, times: int = 1) -> Ints:
-        if change is None:
-            change = np.zeros(part.size, dtype=np.int64)
-        add_into(change, part, times)
-        return change
-
-    def _correct(self, change: Ints | None) -> None:
-        """Queue a correction of the running weights."""
-        if change is not None and change.any():
-            floats = (change * 2.0**-QUANTUM_BITS).astype(np.float32)
-            self._weights_work.put_nowait(lambda: self.trainer.correct(floats))
-
-    async def _work_on_weights(self) -> None:
-        while True:
-            work = await self._weights_work.get()
-            await work()
+                self.listener.reported(action, self._sent_bytes)
+                self._sent_bytes = 0
+            case act.SendVotes():
+                pass  # whoever asks is answered by the handler, with all votes
+            case _:  # Aggregate of a group, Claim, Combine: see the known limit
+                self.listener.crowded()
 
     def _spawn(self, work: Awaitable[None]) -> None:
         task = asyncio.ensure_future(work)
@@ -232,243 +315,195 @@ class Replica:
         if not task.cancelled() and (error := task.exception()) is not None:
             _log.error("a task of the replica failed", exc_info=error)
 
-    # Our own update.
+    # The running weights.
+
+    def _correct(self, parts: list[tuple[FixedUpdate, int]]) -> None:
+        """Queue a correction of the running weights."""
+        if not parts:
+            return
+
+        async def correct() -> None:
+            change = await asyncio.to_thread(_summed, parts)
+            if change is not None:
+                await self.trainer.correct(change)
+
+        self.weights.put(correct)
 
     def _make_update(self, action: act.MakeUpdate) -> None:
-        consensus = self.consensus.weights
-        in_flight = [self.own[ref] for ref in action.in_flight if ref in self.own]
-        settings = self.settings
+        consensus, log = self.consensus.weights, self.state.log
+        in_flight = [made.update for ref in action.in_flight if (made := self.own.get(ref))]
 
         async def make() -> None:
             running = await self.trainer.snapshot()
-            rest = unsent(running, consensus, in_flight)
-            payload, update = await asyncio.to_thread(
-                settings.codec.encode,
-                rest,
-                settings.block,
-                action.round,
-                self.identity.peer_id,
-            )
+            if not np.isfinite(running).all():
+                self.weights.lose("training diverged: weights that are not numbers")
+                return
+            rest = await asyncio.to_thread(unsent, running, consensus, in_flight)
+            payload, update = await asyncio.to_thread(self.encode, rest, log, action.round)
             ref = UpdateRef(update_digest(payload), self.me)
-            self.own[ref] = update
-            self._keep_update(ref.digest, payload, update)
-            while len(self.own) > OWN_UPDATES_KEPT:
-                self.own.pop(next(iter(self.own)))
+            self.own.add(ref, OwnUpdate(action.round, update, payload))
+            self.exchange.keep(Held(ref, action.round, payload, update))
             self.hear(act.UpdateReady(action.round, ref, len(payload)))
 
-        self._weights_work.put_nowait(make)
+        self.weights.put(make)
 
-    def _keep_update(self, digest: bytes, payload: bytes, update: FixedUpdate) -> None:
-        self.updates[digest], self.decoded[digest] = payload, update
-        while len(self.updates) > UPDATES_KEPT:
-            oldest = next(iter(self.updates))
-            del self.updates[oldest], self.decoded[oldest]
+    def encode(self, rest: Ints, log: ConsensusLog, number: int) -> tuple[bytes, FixedUpdate]:
+        """Our update as it is sent, and as all decode it; no longer than what others take."""
+        codec, block, me = self.settings.codec, self.settings.block, self.identity.peer_id
+        payload, update = codec.encode(rest, block, number, me)
+        limit = norm_limit(log.recent_norms())
+        scale = SCALE_ONE if limit is None else clip_scale(norm(update), limit)
+        if scale < SCALE_ONE:  # the rest follows in the next rounds
+            payload, update = codec.encode((rest * scale) >> 16, block, number, me)
+        return payload, update
 
-    # Others' updates and votes.
+    async def at_rest(self, work: Callable[[Moment], Awaitable[None]]) -> None:
+        """Do something at a moment when weights and consensus belong together.
 
-    async def _pull(self, action: act.Pull) -> None:
-        """Fetch an update from any holder, check it, and say how it ended."""
-        ref = action.ref
-        sender = peer_from_text(ref.sender)
-        number = self.state.round
-        if ref.digest in self.decoded:
-            self.hear(act.UpdateArrived(ref))
-            return
-        request = messages.UpdateRequest(
-            run=self.settings.run_id,
-            block=self.settings.block,
-            round=number,
-            digest=ref.digest,
-            purpose=Purpose.UPDATE if ref.sender in action.holders else Purpose.REPAIR,
-        )
-        most = self.settings.codec.max_bytes
-        for holder in action.holders:
-            left_s = action.until_s - self.run_time_s()
-            if left_s <= 0:
-                break
+        Raises what `work` raises, and `TrainerError` if the weights are lost.
+        """
+        log, consensus = self.state.log, self.consensus.copy()
+        done: asyncio.Future[None] = asyncio.get_running_loop().create_future()
+
+        async def now() -> None:
             try:
-                _, payload = await self.peers.ask(
-                    holder, request, messages.UpdateReply, left_s, most
-                )
-                if update_digest(payload) != ref.digest:
-                    continue
-                update = await asyncio.to_thread(
-                    self.settings.codec.decode, payload, self.settings.block, number, sender
-                )
-            except WireError as error:
-                if _is_refusal(error):
-                    self.hear(act.UpdateArrived(ref, refused=error.message))
-                    return
-                continue
-            self._keep_update(ref.digest, payload, update)
-            self.hear(act.UpdateArrived(ref))
-            return
-        self.hear(act.PullFailed(ref))
+                await work(Moment(log, consensus, self.own.in_flight(log)))
+            except Exception as error:
+                if not done.done():
+                    done.set_exception(error)
+            else:
+                if not done.done():
+                    done.set_result(None)
 
-    async def _exchange_votes(self, peer: str, number: int, blob: bytes) -> None:
-        request = messages.VoteRequest(
-            run=self.settings.run_id, block=self.settings.block, round=number, vote=blob
-        )
-        rules = self.settings.rules
-        try:
-            _, payload = await self.peers.ask(
-                peer, request, messages.VoteReply, rules.vote_window_s
-            )
-            for data in unpack_votes(payload):
-                self.hear_vote(data)
-        except WireError as error:
-            _log.debug("votes of %s: %s", peer, error)
+        def skipped() -> None:
+            if not done.done():
+                done.set_exception(TrainerError("the training process is not running"))
 
-    def hear_vote(self, data: bytes) -> None:
-        """A signed vote from anybody. Raises `WireError` if it is not one of this block."""
-        signed = verify_vote(data)
-        if signed.vote.run != self.settings.run_id or signed.vote.block != self.settings.block:
-            raise WireError("a vote of another block")
-        vote = from_wire_vote(signed)
-        if vote.voter == self.me or abs(vote.round - self.state.round) > 1:
-            return
-        self.votes.setdefault((vote.round, vote.stage, vote.voter), signed)
-        self._forget_old_votes()
-        self.hear(act.VoteArrived(vote))
+        self.weights.put(now, skipped)
+        await done
 
-    def votes_of(self, number: int) -> list[SignedVote]:
-        """The votes of a round that we hold, our own first."""
-        found = [(k, v) for k, v in self.votes.items() if k[0] == number]
-        return [v for _, v in sorted(found, key=lambda kv: (kv[0][2] != self.me, kv[0]))]
+    def reset_weights(self) -> None:
+        """Set the running weights to the consensus and what is in flight: all else is lost."""
+        log, consensus = self.state.log, self.consensus.weights
+        self.own.keep_only(log)
 
-    def _forget_old_votes(self) -> None:
-        for key in [k for k in self.votes if k[0] < self.state.round - 2]:
-            del self.votes[key]
+        async def reset() -> None:
+            total = consensus.astype(np.int64)
+            for made in self.own.in_flight(log).values():
+                add_into(total, made.update)
+            await self.trainer.replace((total * 2.0**-QUANTUM_BITS).astype(np.float32))
+
+        self.weights.put_reset(reset)
+
+    def restore(self, moment: Moment) -> None:
+        """Go on from a saved moment; the trainer has its weights already. Before `run`."""
+        in_flight = {ref: made.round for ref, made in moment.in_flight.items()}
+        self.consensus = moment.consensus
+        self.own.restore(moment.in_flight)
+        self.state = replace(self.state, log=moment.log, in_flight=in_flight)
 
     # The consensus.
 
     async def _aggregate(self, action: act.Aggregate) -> None:
         log, consensus = self.state.log, self.consensus
-        if log.head.digest != action.base or any(
-            ref.digest not in self.decoded for ref in action.refs
-        ):
+        held = [self.exchange.held_as(ref) for ref in action.refs]
+        if log.head.digest != action.base or any(h is None for h in held):
             return
-        updates = [self.decoded[ref.digest] for ref in action.refs]
-        result = await asyncio.to_thread(
-            aggregate,
-            updates,
-            recent_norms=log.recent_norms(),
-            trend=consensus.trend(log),
-            past_scores=[log.past_scores(ref.sender) for ref in action.refs],
-        )
-        scores = result.scores or (0,) * len(updates)
-        parts = tuple(
-            Contribution(ref.digest, ref.sender, scale, score)
-            for ref, scale, score in zip(action.refs, result.scales, scores, strict=True)
-        )
-        new, made = consensus.step_of(result.delta)
-        entry = Entry(
-            action.round,
-            action.base,
-            weights_digest(new),
-            step_digest(made),
-            result.median_norm,
-            tuple(sorted(parts, key=lambda c: c.digest)),
-        )
-        self._pending = (entry.digest, made)
-        self.hear(act.StepReady(entry))
+        found = {h.ref.digest: h for h in held if h is not None}
+        updates = [found[ref.digest].update for ref in action.refs]
+        weights, trend = consensus.weights, consensus.trend(log)
 
-    _pending: tuple[bytes, FixedUpdate] | None = None
+        def compute() -> _Computed:
+            result = aggregate(
+                updates,
+                recent_norms=log.recent_norms(),
+                trend=trend,
+                past_scores=[log.past_scores(ref.sender) for ref in action.refs],
+            )
+            scores = result.scores or (0,) * len(updates)
+            parts = [
+                Contribution(ref.digest, ref.sender, scale, score)
+                for ref, scale, score in zip(action.refs, result.scales, scores, strict=True)
+            ]
+            parts.sort(key=lambda c: c.digest)
+            new, made = apply_step(weights, result.delta)
+            entry = Entry(
+                action.round,
+                action.base,
+                weights_digest(new),
+                step_digest(made),
+                result.median_norm,
+                tuple(parts),
+            )
+            return _Computed(
+                entry, new, made, [found[c.digest].payload for c in parts if c.scale > 0]
+            )
+
+        computed = await asyncio.to_thread(compute)
+        self._computed[computed.entry.digest] = computed
+        self.hear(act.StepReady(computed.entry))
 
     def _apply(self, entry: Entry) -> FixedUpdate:
-        assert self._pending is not None and self._pending[0] == entry.digest
-        made = self._pending[1]
-        included = [self.updates[c.digest] for c in entry.contributions if c.scale > 0]
-        self.consensus.advance(entry, made, included)
+        computed = self._computed.pop(entry.digest)
+        self.consensus.advance(entry, computed.new, computed.step, computed.payloads)
         self.consensus.prune(self.state.log)
-        self.on_step(entry)
-        return made
+        self.listener.stepped(entry)
+        return computed.step
 
     async def _fetch(self, action: act.FetchConsensus) -> None:
-        """Get the chain to another head and all that the move needs, then say so."""
+        """Get the chain to another head and all that the move needs, prove it, then say so."""
+        left_s = max(action.until_s - self.run_time_s(), 0.01)
         fetcher = LogFetcher(
             self.peers,
             self.settings.run_id,
             self.settings.block,
             self.settings.codec,
             Purpose.CATCH_UP,
+            left_s / ASK_SHARE,
         )
+        event: act.Event
         try:
-            async with asyncio.timeout(max(action.until_s - self.run_time_s(), 0.01)):
+            async with asyncio.timeout(left_s):
                 event = await self._fetch_all(fetcher, action)
         except FetchError as error:
-            self.hear(act.FetchFailed(action.target, error.liars))
+            event = act.FetchFailed(action.target, error.liars)
         except TimeoutError:
-            self.hear(act.FetchFailed(action.target, tuple(fetcher.liars)))
-        else:
-            self.hear(event)
+            event = act.FetchFailed(action.target, tuple(fetcher.liars))
+        self.hear(event)
 
     async def _fetch_all(
         self, fetcher: LogFetcher, action: act.FetchConsensus
     ) -> act.ConsensusFetched:
-        donors, log = action.holders, self.state.log
+        donors, log, consensus = action.holders, self.state.log, self.consensus.copy()
         remote = await fetcher.log(donors, action.have, action.target)
         by_digest = {entry.digest: entry for entry in remote.entries}
-        # From the older snapshot: the newer one has too few steps behind it for the trend.
-        pins = [pin for pin in remote.pins if pin.entry in by_digest]
-        pinned = (by_digest[pins[0].entry],) if pins else ()
-        plan = log.plan_move(remote.entries, pinned)
-        start: Quanta | None = None
-        if plan.snapshot is not None:
-            pin = next((p for p in pins if p.entry == plan.snapshot.digest), None)
-            if pin is None:
-                raise FetchError("no donor has a snapshot to start from", fetcher.liars)
-            start = await fetcher.snapshot(donors, pin, len(self.consensus.weights))
-            if weights_digest(start) != plan.snapshot.weights:
-                raise FetchError("the snapshot is not the log's", fetcher.liars)
-        data: dict[bytes, list[bytes]] = {}
-        for entry in plan.forward:
-            data[entry.digest] = await fetcher.aggregate(donors, entry)
-        self.fetched[action.target] = (data, plan.snapshot, start)
+        # The older snapshot: the newer one has too few steps behind it for the trend.
+        pins = remote.starts(remote.entries)[:1]
+        other = await consensus_at(fetcher, donors, log, consensus, remote.entries, pins)
+        self._prepared = _Prepared(log.head.digest, action.target, other)
+        pinned = tuple(by_digest[pin.entry] for pin in pins)
         return act.ConsensusFetched(action.target, remote.entries, pinned)
 
-    def _move(self, action: act.MoveTo) -> Ints:
-        """Carry out a planned move; returns what it adds to the running weights."""
-        consensus, plan = self.consensus, action.plan
-        before = consensus.weights.astype(np.int64)
-        data, snapshot, start = self.fetched.pop(action.head.digest)
-        fork: Ints | None = None
-        if all(entry.digest in consensus.steps for entry in plan.rollback):
-            for entry in plan.rollback:
-                consensus.roll_back(entry)
-            fork = consensus.weights.astype(np.int64)
-        if plan.snapshot is not None:
-            assert snapshot == plan.snapshot and start is not None
-            consensus.restart(plan.snapshot, start)
-        for entry in plan.forward:
-            consensus.follow(entry, data[entry.digest])
-        consensus.prune(self.state.log)
-        self.on_move(action, self.state.log.head.digest)
-        self.fetched.clear()
-        new = consensus.weights.astype(np.int64)
+    def _move(self, action: act.MoveTo) -> list[tuple[FixedUpdate, int]]:
+        """Carry out a prepared move; what it adds to the running weights."""
+        ready, old = self._prepared, self.consensus
+        assert ready is not None and ready.target == action.head.digest
+        fork = old.before(action.plan.rollback) if action.plan.fork else None
+        self.consensus, self._prepared = ready.consensus, None
+        self.listener.moved(action, ready.have)
+        before, new = old.weights.astype(np.int64), ready.consensus.weights.astype(np.int64)
         if action.mode is MoveMode.REBASE:
-            return new - before
-        if action.mode is MoveMode.MERGE and fork is not None and plan.fork is not None:
-            return new - before + only_ours(before - fork, new - fork)
-        return np.zeros_like(new)  # keep the weights: the whole difference is unsent
+            change = new - before
+        elif action.mode is MoveMode.MERGE and fork is not None:
+            change = new - before + only_ours(before - fork, new - fork)
+        else:
+            return []  # keep the weights: the whole difference is unsent
+        return [(FixedUpdate(len(change), None, change), 1)]
 
 
-def _is_refusal(error: WireError) -> bool:
-    """Whether the sender's own bytes are wrong, rather than the way to them."""
-
-    return isinstance(error, UpdateError | CodecError)
-
-
-def record_event(signed: SignedRecord) -> act.PeerRecord:
-    """A verified record as the round hears it."""
-    record, peer = signed.record, peer_text(signed.peer_id)
-    update = UpdateRef(record.update, peer) if record.update else None
-    return act.PeerRecord(
-        peer,
-        record.round,
-        record.consensus,
-        record.head_round - 1,
-        update,
-        record.update_bytes,
-        record.proposal_ms / 1000,
-    )
+def _summed(parts: Sequence[tuple[FixedUpdate, int]]) -> Floats | None:
+    """The sum as floats, or None if it is nothing."""
+    total = np.zeros(parts[0][0].size, dtype=np.int64)
+    for part, times in parts:
+        add_into(total, part, times)
+    return (total * 2.0**-QUANTUM_BITS).astype(np.float32) if total.any() else None

@@ -61,7 +61,7 @@ class _Answers:
 
     async def update(self, request: messages.UpdateRequest, _: bytes) -> Reply:
         self._check(request.run, request.block)
-        payload = self.replica.updates.get(request.digest)
+        payload = self.replica.exchange.payload(request.digest)
         if payload is None:
             raise _not_here("update")
         return Reply(messages.UpdateReply(block=request.block, round=request.round), payload)

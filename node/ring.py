@@ -24,6 +24,8 @@ REPLICAS = 5  # nodes that are asked to store a record
 WIDTH = 8  # nodes nearest to a key that a walk wants to hear: some more than hold a record
 WALKERS = 6  # calls of one walk under way
 STRAGGLER_S = 0.5
+STORE_OVERHEAD_BYTES = 120  # key, subkey, expiration, who we are: for the ledger's estimate
+STORE_ANSWER_BYTES = 30
 SILENT_S = 20.0  # a node that did not answer is left alone for so long
 SILENT_PEERS = 1024
 
@@ -50,6 +52,7 @@ class Ring:
         )
         # As a client first: no request may come in before the table is there.
         protocol.table, protocol.clock, protocol.count = table, clock, count
+        protocol.allowances = {}
         protocol.node_info = dht_pb2.NodeInfo(node_id=node_id.to_bytes())
         protocol.client_mode = False
         await protocol.add_p2p_handlers(p2p)
@@ -99,6 +102,7 @@ class Ring:
         ]
         for answer in await asyncio.gather(*calls):
             kept += bool(answer and answer[0])
+            self.protocol.count(STORE_ANSWER_BYTES, len(signed.value) + STORE_OVERHEAD_BYTES)
         return kept
 
     async def _walk(self, keys: list[Any]) -> list[bytes]:

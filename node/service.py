@@ -12,13 +12,14 @@ import asyncio
 import logging
 import time
 from collections.abc import Awaitable, Callable
+from contextlib import AbstractContextManager
 from dataclasses import dataclass
 from typing import Any, TypeVar
 
 from node.gate import Gate
 from protocol import frames, messages
 from protocol.errors import WireError
-from protocol.frames import BytesLike, Channel, Chunks, Deadline, Stream, StreamEnded
+from protocol.frames import BytesLike, Channel, Chunks, Deadline, Head, Stream, StreamEnded
 from protocol.identity import peer_text
 from protocol.ledger import Ledger
 from protocol.limits import (
@@ -28,13 +29,14 @@ from protocol.limits import (
     EXCHANGES_PER_STREAM,
     Kind,
 )
-from protocol.messages import ErrorCode, Message, Purpose
+from protocol.messages import ErrorCode, Message, Purpose, purpose_of
 from protocol.payloads import pack_records
 from protocol.records import SignedRecord
 from protocol.version import PACKAGE_VERSION
 
 AGENT = f"blockswarm/{PACKAGE_VERSION}"
 STREAMS = 64  # incoming ones at once, of all peers; each has one buffer of at most 1 MiB
+TURNED_AWAY = 32  # further ones that are heard, only to be told `busy`
 _log = logging.getLogger(__name__)
 
 M = TypeVar("M", bound=Message)
@@ -49,6 +51,9 @@ class Reply:
 
 
 Handler = Callable[[Any, bytes], Awaitable[Reply]]  # (request, the caller's peer id)
+# (request, size of its payload, the caller's peer id): refuses by raising, before a byte is read.
+Admit = Callable[[Any, int, bytes], AbstractContextManager[object]]
+Taker = Callable[[Any, bytes, bytes], Awaitable[Reply]]  # (request, payload, the caller's peer id)
 
 
 @dataclass(frozen=True)
@@ -57,12 +62,14 @@ class _Entry:
     bulk: bool
 
 
-# What a request is for where it does not say so itself. Both sides book by this.
-_PURPOSE_OF_KIND = {
-    Kind.PEERS_REQUEST: Purpose.RECORD,
-    Kind.VOTE_REQUEST: Purpose.VOTE,
-    Kind.LOG_REQUEST: Purpose.CATCH_UP,
-}
+@dataclass(frozen=True)
+class _Intake:
+    """A request that brings a payload."""
+
+    admit: Admit
+    taker: Taker
+
+
 # After these the responder cannot know where the next frame begins.
 _ENDS_STREAM = {
     ErrorCode.MALFORMED,
@@ -72,13 +79,6 @@ _ENDS_STREAM = {
     ErrorCode.DIGEST,
     ErrorCode.TOO_SLOW,
 }
-
-
-def purpose_of(request: Message) -> tuple[int, int]:
-    """Purpose and block under which both sides book an exchange."""
-    block = int(getattr(request, "block", BLOCK_NONE))
-    default = _PURPOSE_OF_KIND.get(request.KIND, Purpose.CONTROL)
-    return int(getattr(request, "purpose", default)), block
 
 
 class Service:
@@ -95,9 +95,11 @@ class Service:
         self.ledger = ledger
         self.gate = gate or Gate()
         self._streams = streams or Gate(STREAMS)
+        self._lobby = Gate(TURNED_AWAY)
         self._control_deadline_s = control_deadline_s
         self._bulk_deadline_s = bulk_deadline_s
         self._entries: dict[Kind, _Entry] = {}
+        self._intakes: dict[Kind, _Intake] = {}
 
     def serve(
         self, request: type[M], handler: Callable[[M, bytes], Awaitable[Reply]], bulk: bool = False
@@ -107,6 +109,10 @@ class Service:
         A handler refuses by raising `frames.Refused(ErrorCode, reason)` or `frames.Busy`.
         """
         self._entries[request.KIND] = _Entry(handler, bulk)
+
+    def take(self, request: type[M], admit: Admit, taker: Taker) -> None:
+        """Answer a `request` that brings a payload. What `admit` returns is held meanwhile."""
+        self._intakes[request.KIND] = _Intake(admit, taker)
 
     async def on_stream(self, stream: Stream, peer_id: bytes) -> None:
         """Serve one incoming stream to its end. Leaves it closed, or aborted after an error."""
@@ -125,12 +131,13 @@ class Service:
     async def _turn_away(self, channel: Channel, peer_id: bytes, busy: frames.Busy) -> None:
         """Too many streams: hear the request, so that the peer hears our answer."""
         try:
-            async with channel:
-                await channel.receive_head()
-                await messages.send(channel, _busy_reply(busy))
-                await self._until_closed(channel)
+            with self._lobby.enter(peer_id):
+                async with channel:
+                    await channel.receive_head()
+                    await messages.send(channel, _busy_reply(busy))
+                    await self._until_closed(channel)
         except WireError:
-            pass
+            channel.stream.abort()  # also if even the lobby is full: nobody can hold all of it
         finally:
             self._book(channel, peer_id, Purpose.CONTROL, BLOCK_NONE)
 
@@ -140,9 +147,13 @@ class Service:
         channel.deadline = self._deadline()
         try:
             try:
-                request = messages.decode(await channel.receive_head())
+                head = await channel.receive_head()
+                request = messages.decode(head)
                 purpose, block = purpose_of(request)
-                reply = await self._answer(channel, request, peer_id)
+                if request.KIND in self._intakes:
+                    reply: Reply | None = await self._take(channel, head, request, peer_id)
+                else:
+                    reply = await self._answer(channel, request, peer_id)
             except StreamEnded:
                 return False
             except frames.Truncated:
@@ -150,7 +161,7 @@ class Service:
             except Exception as error:
                 return await self._refuse(channel, error)
             if reply is not None:
-                await messages.send(channel, reply.message, reply.payload)
+                await self._send(channel, reply)
             return True
         finally:
             self._book(channel, peer_id, purpose, block)
@@ -167,11 +178,31 @@ class Service:
             async with asyncio.timeout(self._control_deadline_s):
                 reply = await entry.handler(request, peer_id)
             channel.deadline = Deadline.after(self._bulk_deadline_s)
-            try:
-                await messages.send(channel, reply.message, reply.payload)
-            except WireError as error:  # half of a frame may be out: no answer can follow
-                raise frames.Truncated(str(error)) from error
+            await self._send(channel, reply)
             return None
+
+    async def _take(self, channel: Channel, head: Head, request: Message, peer_id: bytes) -> Reply:
+        intake = self._intakes[request.KIND]
+        payload = bytearray()
+        try:
+            held = intake.admit(request, head.payload_bytes, peer_id)
+        except WireError:
+            # It is on its way already: read past it, or the next frame would not be found.
+            await channel.receive_payload(head, lambda data: None)
+            raise
+        with held:
+            await channel.receive_payload(head, payload.extend)
+            async with asyncio.timeout(self._control_deadline_s):
+                return await intake.taker(request, bytes(payload), peer_id)
+
+    async def _send(self, channel: Channel, reply: Reply) -> None:
+        """After an error half of a frame may be out: no answer can follow, the stream is over."""
+        try:
+            await messages.send(channel, reply.message, reply.payload)
+        except Exception as error:
+            if not isinstance(error, WireError):
+                _log.exception("a payload could not be made", exc_info=error)
+            raise frames.Truncated(str(error)) from error
 
     async def _refuse(self, channel: Channel, error: Exception) -> bool:
         if isinstance(error, frames.Busy):

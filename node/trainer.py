@@ -30,6 +30,7 @@ from swarm.run import Run
 from swarm.worker import initial_block
 
 START_DEADLINE_S = 120.0  # importing torch on a busy machine
+STOP_S = 1.0  # a host leaves within 5 s in all
 ORDER_DEADLINE_S = 120.0  # an order waits for the running step, and evaluation takes seconds
 
 
@@ -92,12 +93,12 @@ class Trainer:
             return
         if process.is_alive():
             try:
-                async with asyncio.timeout(2.0):
+                async with asyncio.timeout(STOP_S):
                     await self._order({"op": "stop"})
             except (TimeoutError, TrainerError):
-                process.terminate()
+                process.kill()  # what has to be kept was saved before
         self._forget(TrainerError("the training process was stopped"))
-        await asyncio.to_thread(process.join, 2.0)
+        await asyncio.to_thread(process.join, STOP_S)
         if process.is_alive():
             process.kill()
             await asyncio.to_thread(process.join)
@@ -164,6 +165,8 @@ class Trainer:
         except (BrokenPipeError, ConnectionResetError) as error:
             raise TrainerError("the training process died") from error
         except TimeoutError:
+            if self._process is not None and order["op"] != "stop":
+                self._process.kill()  # as good as dead; its end is noticed like any other
             raise TrainerError(f"the training process did not answer {order['op']}") from None
         finally:
             self._waiting.pop(number, None)

@@ -21,6 +21,7 @@ from typing import Any
 import msgpack
 import numpy as np
 import torch
+from safetensors import safe_open
 from safetensors.torch import load_file, save_file
 
 from node.atomic import write_atomically
@@ -212,6 +213,8 @@ class _Trainer:
     def _load(self, path: Path) -> dict[str, Any]:
         try:
             tensors = load_file(path)
+            with safe_open(path, "pt") as file:
+                self.position = int((file.metadata() or {}).get("position", "0"))
             weights = {n[2:]: t for n, t in tensors.items() if n.startswith("w.")}
             self.worker.block.load_state_dict(weights)
             optimizer = {n[2:]: t for n, t in tensors.items() if n.startswith("o.")}

@@ -193,10 +193,15 @@ class Head:
 
 @dataclass(frozen=True)
 class Chunks:
-    """A payload that is made while it is sent. The parts must add up to `size_bytes`."""
+    """A payload that is made while it is sent. The parts must add up to `size_bytes`.
+
+    A sender that knows the content's name already (it was asked for by it) gives it as `digest`
+    and need not hash the content once more. A wrong one is found out by the receiver.
+    """
 
     size_bytes: int
     parts: Iterable[BytesLike]
+    digest: bytes = b""
 
 
 def content_digest(data: BytesLike) -> bytes:
@@ -256,8 +261,11 @@ class Channel:
         self, kind: Kind, header: bytes, payload: BytesLike | Chunks = b"", flags: int = 0
     ) -> bytes:
         """Send one frame. Returns the payload's digest (b"" if there is none)."""
+        known = b""
         if isinstance(payload, Chunks):
-            size_bytes, parts = payload.size_bytes, payload.parts
+            size_bytes, parts, known = payload.size_bytes, payload.parts, payload.digest
+            if len(known) not in (0, DIGEST_BYTES):
+                raise ValueError("a digest has 32 bytes")
         else:
             view = memoryview(payload).cast("B")
             size_bytes, parts = len(view), (view,)
@@ -271,11 +279,11 @@ class Channel:
             await self._write(b"".join((head, payload, digest)))
         else:
             await self._write(head)
-            digest = await self._send_parts(size_bytes, parts)
+            digest = await self._send_parts(size_bytes, parts, known)
         self.tally.frames_out += 1
         return digest
 
-    async def _send_parts(self, size_bytes: int, parts: Iterable[BytesLike]) -> bytes:
+    async def _send_parts(self, size_bytes: int, parts: Iterable[BytesLike], known: bytes) -> bytes:
         hasher, left = blake3(), size_bytes
         for part in parts:
             view = memoryview(part).cast("B")
@@ -285,11 +293,13 @@ class Channel:
             for start in range(0, len(view), CHUNK_BYTES):
                 chunk = view[start : start + CHUNK_BYTES]
                 await self._write(chunk)
-                hasher.update(chunk)  # after the write: the daemon works while we hash
+                if not known:
+                    hasher.update(chunk)  # after the write: the daemon works while we hash
         if left:
             raise ValueError(f"the parts are {left} bytes shorter than declared")
-        await self._write(hasher.digest())
-        return hasher.digest()
+        digest = known or hasher.digest()
+        await self._write(digest)
+        return digest
 
     async def receive_head(self, max_payload_bytes: int | None = None) -> Head:
         """Read up to the payload. `max_payload_bytes` is stricter than the kind's own limit."""

@@ -95,6 +95,18 @@ CONCURRENT_TRANSFERS = 8  # beyond that: `busy`. 8 x 256 KiB chunks both ways st
 STREAMS_PER_PEER = 4  # one peer must not take all of the places
 BUSY_RETRY_MAX_S = 120.0  # a peer cannot park us longer than this by saying `busy`
 
+# --- serving (kinds 64..71) -----------------------------------------------------------------------
+
+SWEEP_ID_BYTES = 16  # random: nobody guesses another client's sweep or session
+SWEEP_HOPS_MAX = 32  # blocks of a route; 32 x 157 bytes fit into a header
+SWEEP_PEERS_PER_HOP = 3  # the one that is meant, and two to fall back on
+SWEEP_DRAFTS_MAX = 32
+SWEEP_CONTEXT_MAX = 16384  # bytes of text in one sweep; a run's context may be smaller
+SWEEP_WEIGHT_MAX = 1e6
+SWEEP_VERSIONS_PER_REPLY = 64
+SWEEP_HOP_MAX_S = 12.0  # below CONTROL_DEADLINE_S, in which every exchange must end
+SWEEP_BUDGET_MAX_S = 120.0  # nobody waits longer for a sweep
+
 # --- ledger -------------------------------------------------------------------------------------
 
 LEDGER_PEERS = 256  # named peers; the smallest of the others are folded into one entry
@@ -126,6 +138,14 @@ class Kind(IntEnum):
     PONG = 20
     ANNOUNCE = 21
     ANNOUNCE_REPLY = 22
+    SERVING_REQUEST = 64
+    SERVING_REPLY = 65
+    SWEEP = 66
+    SWEEP_TAKEN = 67
+    SWEEP_WAIT = 68
+    SWEEP_HANDED = 69
+    SWEEP_RESULT = 70
+    SWEEP_FAILED = 71
     BUSY = 126
     ERROR = 127
 
@@ -141,6 +161,8 @@ PAYLOAD_MAX_BYTES: dict[Kind, int] = {
     Kind.AGGREGATE_REPLY: 512 * MIB,
     Kind.LOG_REPLY: 2 * MIB,  # 256 entries of at most 5,200 bytes
     Kind.ANNOUNCE_REPLY: RECORDS_PER_ANNOUNCE * RECORD_ROW_BYTES,
+    Kind.SWEEP: 64 * MIB,  # hidden states of all drafts; a host admits what its memory allows
+    Kind.SWEEP_RESULT: 32 * MIB,
 }
 
 

@@ -58,6 +58,9 @@ from protocol.records import RecordError
 
 M = TypeVar("M", bound="Message")
 
+# Every message class, as it is defined: here, and in `serving.py` where a node serves.
+_BY_KIND: dict[Kind, type[Message]] = {}
+
 
 class Purpose(IntEnum):
     """Why bytes move; the ledger counts by it. A request says it, so that both sides agree."""
@@ -93,6 +96,9 @@ class Message:
     """Base: `to_header` and `decode` are the only two ways to and from the wire."""
 
     KIND: ClassVar[Kind]
+
+    def __init_subclass__(cls) -> None:
+        _BY_KIND[cls.KIND] = cls
 
     def to_header(self) -> bytes:
         header = pack(to_map(self))
@@ -359,8 +365,6 @@ class ErrorReply(Message):
     reason: str = wire("reason", text(TEXT_MAX_BYTES), "")
 
 
-_BY_KIND: dict[Kind, type[Message]] = {cls.KIND: cls for cls in Message.__subclasses__()}
-
 # What a request is for where it does not say so itself.
 _PURPOSE_OF_KIND = {
     Kind.PEERS_REQUEST: Purpose.RECORD,
@@ -378,6 +382,8 @@ def purpose_of(request: Message) -> tuple[int, int]:
 
 def decode(head: Head) -> Message:
     """The message of a frame's head. Raises `Malformed` if it breaks its schema."""
+    if head.kind not in _BY_KIND:
+        raise frames.UnknownKind(head.kind)
     return from_map(_BY_KIND[head.kind], unpack_map(head.header, HEADER_MAX_BYTES))
 
 

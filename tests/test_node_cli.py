@@ -206,18 +206,6 @@ def test_any_byte_goes_into_a_pipe_and_a_closed_pipe_is_no_crash(model: Path) ->
         assert process.wait(60) != 0
 
 
-def test_demo_prints_one_json_object(
-    cli: Cli, tmp_path: Path, monkeypatch: pytest.MonkeyPatch
-) -> None:
-    monkeypatch.setattr(node.local_training, "FIT_BYTES", 1024)
-    monkeypatch.setattr(node.cli_local, "DEMO_BYTES", 1024)
-    result = cli("demo", "-o", tmp_path / "demo", "--steps", 2, "--threads", 1, "--json")
-    assert result.code == 0
-    found = json.loads(result.out)
-    assert set(found) == {"train", "probe", "generate"}
-    assert found["generate"]["length_bytes"] == 240 and len(found["probe"]["rows"]) == 4
-
-
 # Bad input.
 
 

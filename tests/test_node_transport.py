@@ -26,8 +26,8 @@ from loopback import (  # noqa: F401
 from node.daemon import Daemon
 from node.gate import DaemonGone, Gate, Unreachable
 from node.network import Network
+from node.p2pd_stream import P2pdStream
 from node.service import Reply
-from node.transport import P2pdStream
 from protocol import frames, messages
 from protocol.errors import WireError
 from protocol.frames import Chunks, Deadline, content_digest, encode_head
@@ -48,6 +48,24 @@ def serve_payload(network: Network, payload: bytes | Callable[[], Chunks]) -> No
         return Reply(messages.UpdateReply(block=request.block, round=request.round), body)
 
     network.serve(messages.UpdateRequest, update, bulk=True)
+
+
+def test_a_sender_that_knows_the_digest_need_not_hash_and_cannot_lie(tmp_path: Path) -> None:
+    payload = os.urandom(MB)
+
+    async def main() -> None:
+        async with pair(tmp_path) as (a, b):
+            serve_payload(a, lambda: Chunks(MB, (payload,), content_digest(payload)))
+            answer = await b.request(a.peer_id, UPDATE, messages.UpdateReply)
+            assert answer.payload == payload and answer.digest == content_digest(payload)
+            serve_payload(a, lambda: Chunks(MB, (payload,), content_digest(b"another")))
+            with pytest.raises(frames.DigestMismatch):
+                await b.request(a.peer_id, UPDATE, messages.UpdateReply)
+            serve_payload(a, lambda: Chunks(MB, (payload,), b"short"))
+            with pytest.raises(frames.Truncated):
+                await b.request(a.peer_id, UPDATE, messages.UpdateReply)
+
+    run(main())
 
 
 def endless() -> Chunks:

@@ -1,0 +1,121 @@
+"""What a host writes down: reports, moves and exclusions of its replica as events of the log.
+
+Decides the content of the event lines that a live host adds to what the round reports (bytes by
+purpose, CE, steps, the age of its copies). Their form is `swarm.events`; the file is `event_log`'s.
+"""
+
+from __future__ import annotations
+
+import math
+from collections.abc import Mapping
+from dataclasses import dataclass
+
+from protocol.ledger import Count, Ledger
+from protocol.messages import Purpose
+from swarm import actions as act
+from swarm.events import MoveEvent, NodeEvent, Refusal, RoundEvent, Traffic, TrustEvent
+from swarm.log import ConsensusLog
+
+
+@dataclass
+class Measured:
+    """What was measured last of the host itself."""
+
+    steps: int = 0  # of the training process, since its start
+    loss_nats: float | None = None
+    local_ce_nats: float | None = None
+    consensus_ce_nats: float | None = None
+
+    def hear_progress(self, progress: Mapping[str, object]) -> None:
+        steps, loss = progress.get("steps"), progress.get("loss_nats")
+        self.steps = steps if isinstance(steps, int) else self.steps
+        self.loss_nats = loss if isinstance(loss, float) else self.loss_nats
+
+
+class EventWriter:
+    """Makes the events of one host."""
+
+    def __init__(self, me: str, ledger: Ledger) -> None:
+        self.me, self.ledger = me, ledger
+        self.block = -1
+        self.measured = Measured()
+        self._booked: dict[Purpose, Count] = ledger.by_purpose()
+        self._steps_before = 0
+
+    def round(
+        self,
+        time_s: float,
+        report: act.Report,
+        log: ConsensusLog,
+        update_bytes: int,
+        copy_ages: tuple[int, ...],
+    ) -> RoundEvent:
+        entry = next((e for e in reversed(log.entries) if e.round == report.round), None)
+        left_out = [c.sender for c in entry.contributions if c.scale == 0] if entry else []
+        measured = self.measured
+        # A training process that was started again counts from where it was.
+        steps = max(0, measured.steps - self._steps_before)
+        self._steps_before = measured.steps
+        return RoundEvent(
+            time_s=time_s,
+            peer=self.me,
+            block=self.block,
+            round=report.round,
+            outcome=report.outcome,
+            in_time=report.in_time,
+            late=report.late,
+            missing=report.missing,
+            refused=tuple(Refusal(peer, why) for peer, why in report.refused),
+            agreed=report.agreed,
+            left_out=tuple(left_out),
+            included=report.included,
+            voters=report.voters,
+            first_deadline_s=report.first_deadline_s,
+            consensus=log.head.digest.hex(),
+            consensus_round=log.head.round,
+            update_bytes=update_bytes,
+            traffic=self._traffic(),
+            local_ce_nats=_finite(measured.local_ce_nats),
+            consensus_ce_nats=_finite(measured.consensus_ce_nats),
+            steps=steps,
+            copy_ages_rounds=copy_ages,
+        )
+
+    def move(self, time_s: float, number: int, move: act.MoveTo, before: bytes) -> MoveEvent:
+        return MoveEvent(
+            time_s=time_s,
+            peer=self.me,
+            block=self.block,
+            round=number,
+            before=before.hex(),
+            after=move.head.digest.hex(),
+            rolled_back=len(move.plan.rollback),
+            applied=len(move.plan.forward),
+            from_snapshot=move.plan.snapshot is not None,
+            mode=move.mode.value,
+        )
+
+    def exclusion(self, time_s: float, number: int, about: str, until_round: int) -> TrustEvent:
+        reason = "refused updates, two-faced votes or a consensus that is not one"
+        return TrustEvent(time_s, self.me, self.block, number, about, reason, until_round)
+
+    def node(self, time_s: float, what: str, detail: str = "") -> NodeEvent:
+        return NodeEvent(time_s, self.me, what, detail)
+
+    def _traffic(self) -> tuple[Traffic, ...]:
+        """Bytes since the last round, by purpose."""
+        now = self.ledger.by_purpose()
+        before, self._booked = self._booked, now
+        out = []
+        for purpose, count in now.items():
+            old = before.get(purpose, Count())
+            name = purpose.name.lower().replace("_", "-")
+            sent, received = count.bytes_out - old.bytes_out, count.bytes_in - old.bytes_in
+            if sent or received:
+                out.append(Traffic(name, sent, received))
+        return tuple(out)
+
+
+def _finite(value: float | None) -> float | None:
+    """NaN is not JSON."""
+    return value if value is not None and math.isfinite(value) else None

@@ -1,0 +1,126 @@
+"""Event logs as they lie on disk: read within limits, damaged lines left out and noted.
+
+Decides how much of a log is read and which lines count. Knows nothing of what they add up to. A
+log can be damaged by a killed writer and holds text that peers chose.
+"""
+
+from __future__ import annotations
+
+import json
+from dataclasses import dataclass
+from typing import BinaryIO
+
+from protocol.errors import DataError
+from protocol.limits import TIME_MAX_S
+from swarm.events import (
+    MAX_LINE_BYTES,
+    SCHEMA_VERSION,
+    EventError,
+    LogEvent,
+    MoveEvent,
+    NodeEvent,
+    RoundEvent,
+    from_line,
+)
+
+MAX_LINES = 200_000  # of all logs of a report together: 100 hosts for 2000 rounds
+MAX_BYTES = 128 * 2**20  # likewise; Python objects take some times as much
+MAX_COUNT = 2**53  # a larger number in a line is nonsense, and no float holds it
+MAX_CE_NATS = 1000.0
+MAX_BLOCKS = 1024  # as in a run file
+
+
+class ReportError(DataError):
+    """Event logs from which no report can be made."""
+
+
+@dataclass
+class Budget:
+    """How much may still be read."""
+
+    lines: int = MAX_LINES
+    size_bytes: int = MAX_BYTES
+
+
+@dataclass(frozen=True)
+class Log:
+    """One file's events; `notes` say what was left out of it."""
+
+    source: str
+    events: tuple[LogEvent, ...]
+    notes: tuple[str, ...] = ()
+
+
+def read_log(file: BinaryIO, source: str, budget: Budget) -> Log:
+    """Read a log within the budget. A line of another schema version refuses the whole log."""
+    events: list[LogEvent] = []
+    broken: list[int] = []
+    notes: list[str] = []
+    number, whole = 0, True
+    while line := file.readline(MAX_LINE_BYTES + 2):
+        whole = line.endswith(b"\n")
+        budget.lines -= 1
+        budget.size_bytes -= len(line)
+        if budget.lines < 0 or budget.size_bytes < 0:
+            notes.append(
+                f"{source}: cut after {number} lines: a report reads {MAX_LINES} lines and "
+                f"{MAX_BYTES // 2**20} MiB at most"
+            )
+            whole = True
+            break
+        number += 1
+        if not line.strip():
+            continue
+        event = _event(line, f"{source}, line {number}")
+        if event is None:
+            broken.append(number)
+        else:
+            events.append(event)
+    if broken and not whole and broken[-1] == number:
+        broken.pop()
+        notes.append(f"{source}: the last line is cut off, as by a killed writer; left out")
+    if broken:
+        notes.append(f"{source}: left out {len(broken)} damaged lines, the first is {broken[0]}")
+    return Log(source, tuple(events), tuple(notes))
+
+
+def _event(line: bytes, where: str) -> LogEvent | None:
+    try:
+        text = line.decode()
+        event = from_line(text)
+    except (EventError, UnicodeDecodeError, OverflowError):
+        version = _version(line)
+        if version is not None and version != SCHEMA_VERSION:
+            raise ReportError(
+                f"{where}: event log of schema version {version}, not {SCHEMA_VERSION}",
+                "make the report with the blockswarm that wrote the log, or a newer one",
+            ) from None
+        return None
+    return event if _plausible(event) else None
+
+
+def _version(line: bytes) -> int | None:
+    try:
+        data = json.loads(line)
+    except (ValueError, RecursionError):
+        return None
+    version = data.get("v") if isinstance(data, dict) else None
+    return version if type(version) is int and abs(version) < MAX_COUNT else None
+
+
+def _plausible(event: LogEvent) -> bool:
+    """The schema knows types; sums and plots also need sizes within reason."""
+    counts: list[int] = []
+    if isinstance(event, RoundEvent):
+        counts += [event.voters, event.update_bytes, event.steps, event.consensus_round + 1]
+        counts += [n for part in event.traffic for n in (part.sent_bytes, part.received_bytes)]
+        for ce in (event.local_ce_nats, event.consensus_ce_nats):
+            if ce is not None and not 0 <= ce <= MAX_CE_NATS:
+                return False
+    if isinstance(event, MoveEvent):
+        counts += [event.rolled_back, event.applied]
+    if not isinstance(event, NodeEvent):
+        counts += [event.block, event.round + 1]
+        if event.block >= MAX_BLOCKS:
+            return False
+    return 0 <= event.time_s <= TIME_MAX_S and all(0 <= n < MAX_COUNT for n in counts)

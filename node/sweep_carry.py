@@ -1,0 +1,104 @@
+"""What a host does with a sweep that it has computed: on to the next host, or to the client.
+
+Decides that a block nobody serves is left out (if something is left to compose) and what the
+client is told otherwise. Knows nothing of queues.
+"""
+
+from __future__ import annotations
+
+import asyncio
+import logging
+import time
+from dataclasses import replace
+from typing import Protocol
+
+from node.network import Network
+from node.sweep_compute import outcome_of, parcel_of
+from node.sweep_handover import Accused, Handover, NoHost, NoSession
+from protocol.errors import WireError
+from protocol.limits import BLOCK_NONE, TEXT_MAX_BYTES
+from protocol.parcel import pack_outcome, pack_parcel
+from protocol.serving import Sweep, SweepFailed, SweepResult, Trouble
+from swarm.run import ModelShape
+from swarm.sweep import Passage
+
+_log = logging.getLogger(__name__)
+
+
+class CarriedJob(Protocol):
+    """What is carried: see `serving.Job`."""
+
+    sweep: Sweep
+    end_s: float
+    handed: asyncio.Event
+
+    @property
+    def client(self) -> bytes: ...
+
+
+class Carrier:
+    """One host's onward side."""
+
+    def __init__(self, network: Network, shape: ModelShape) -> None:
+        self.network, self.shape = network, shape
+        self.handover = Handover(network)
+
+    def close(self) -> None:
+        self.handover.close()
+
+    def with_client(self, job: CarriedJob) -> Sweep:
+        return replace(job.sweep, client=job.client)
+
+    async def carry(self, job: CarriedJob, passage: Passage) -> None:
+        """To the first of the next blocks that somebody takes, or to the client."""
+        sweep = replace(
+            self.with_client(job),
+            path=(*job.sweep.path, self.network.peer_id),
+            weight=passage.weight,
+            hidden=int(self.shape.relays),
+        )
+        hops = sweep.hops()
+        for place in range(sweep.place + 1, len(hops)):
+            left_s = job.end_s - time.monotonic()
+            if left_s <= 0:
+                return
+            onward = replace(sweep, place=place, block=hops[place].block, budget_s=left_s)
+            payload = pack_parcel(onward, self.shape.width, parcel_of(onward, passage))
+            try:
+                await self.handover.to_any(hops[place], onward, payload, lambda _: job.handed.set())
+                return
+            except NoSession as error:
+                await self.fail(onward, Trouble.NO_SESSION, str(error), b"")
+                return
+            except Accused:
+                return
+            except NoHost as error:
+                later = sum(hop.weight for hop in hops[place + 1 :])
+                if sweep.start or passage.weight + later <= 0:
+                    await self.fail(onward, Trouble.NOBODY, str(error), b"")
+                    return
+                sweep = replace(sweep, missing=(*sweep.missing, hops[place].block))
+        await self._deliver(job, sweep, passage)
+
+    async def _deliver(self, job: CarriedJob, sweep: Sweep, passage: Passage) -> None:
+        result = SweepResult(sweep=sweep.sweep, path=sweep.path, missing=sweep.missing)
+        payload = pack_outcome(sweep, outcome_of(sweep, passage))
+        try:
+            await self.handover.tell(sweep.client, result, payload)
+        except WireError as error:
+            _log.info("a client did not take its result: %s", error)
+
+    async def fail(self, sweep: Sweep, trouble: Trouble, reason: str, blamed: bytes) -> None:
+        """Tell the client that it has to begin again."""
+        printable = "".join(c for c in reason if c.isascii() and c.isprintable())
+        message = SweepFailed(
+            sweep=sweep.sweep,
+            trouble=int(trouble),
+            block=sweep.block if trouble == Trouble.NOBODY else BLOCK_NONE,
+            blamed=blamed,
+            reason=printable[:TEXT_MAX_BYTES],
+        )
+        try:
+            await self.handover.tell(sweep.client, message)
+        except WireError as error:
+            _log.info("a client did not hear of a failure: %s", error)

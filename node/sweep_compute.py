@@ -1,0 +1,133 @@
+"""From the wire's arrays to tensors, through a block, and back: what the serving thread does.
+
+Decides the precision on the wire. Knows nothing of queues or peers.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Sequence
+from dataclasses import dataclass, replace
+
+import numpy as np
+import torch
+import torch.nn.functional as F
+from torch import Tensor
+
+from protocol.errors import WireError
+from protocol.parcel import LOG_FLOOR, Outcome, Parcel
+from protocol.serving import Mode, Sweep
+from swarm.generate import Sampling
+from swarm.model import Block
+from swarm.sweep import Cache, DraftOrder, Passage, byte_scores, draft, finish, score
+
+
+@dataclass
+class Session:
+    """A block's caches for one client's text."""
+
+    cache: Cache
+    used_s: float = 0.0
+
+    @property
+    def length(self) -> int:
+        return self.cache[0].length
+
+
+class LostCache(WireError):
+    """The caches are shorter than the sweep says: it has to begin again."""
+
+
+def sampling_of(sweep: Sweep) -> Sampling:
+    return Sampling(sweep.temperature, sweep.top_k, sweep.seed)
+
+
+def compute(
+    block: Block, work: Sequence[tuple[Sweep, Parcel]], session: Session | None
+) -> list[Passage]:
+    """Sweeps of one shape through one block: drafted at the first place, scored at the others."""
+    first = work[0][0]
+    weight = first.hops()[first.place].weight
+    bonus = first.mode == Mode.VERIFY
+    device = block.embedding.weight.device
+    cache = None
+    if session is not None:
+        if session.length < first.start:
+            raise LostCache("the caches are gone")
+        for layer in session.cache:
+            layer.truncate(first.start)
+        cache = session.cache
+    passages = [passage_of(sweep, parcel, device) for sweep, parcel in work]
+    if first.place == 0:
+        orders = [DraftOrder(s.drafts, s.length, sampling_of(s)) for s, _ in work]
+        return draft(block, passages, orders, weight, bonus, cache)
+    return score(block, passages, weight, bonus, cache)
+
+
+def passage_of(sweep: Sweep, parcel: Parcel, device: torch.device) -> Passage:
+    def tensor(array: object, dtype: torch.dtype = torch.float32) -> Tensor | None:
+        if array is None:
+            return None
+        return torch.from_numpy(np.array(array)).to(device, dtype)
+
+    context = tensor(parcel.context, torch.int64)
+    drafts = tensor(parcel.drafts if sweep.place else np.zeros((0, 0), np.uint8), torch.int64)
+    assert context is not None and drafts is not None
+    return Passage(
+        context,
+        drafts,
+        tensor(parcel.hidden_context),
+        tensor(parcel.hidden_drafts),
+        tensor(parcel.state),
+        sweep.weight,
+        tensor(parcel.drafted),
+    )
+
+
+def parcel_of(sweep: Sweep, passage: Passage) -> Parcel:
+    """What goes on to the next host. In half precision hidden states travel normalised: the next
+    block normalises what it reads anyway, and so no value is too large."""
+    context, drafts = passage.hidden_context, passage.hidden_drafts
+    if sweep.hidden and sweep.mode == Mode.ONE_SWEEP and context is not None and drafts is not None:
+        context = F.rms_norm(context, context.shape[-1:])
+        drafts = F.rms_norm(drafts, drafts.shape[-1:])
+    return Parcel(
+        _bytes(passage.context),
+        _bytes(passage.drafts),
+        _drafted(sweep, passage),
+        _array(context) if sweep.hidden else None,
+        _array(drafts) if sweep.hidden else None,
+        _array(passage.state),
+    )
+
+
+def outcome_of(sweep: Sweep, passage: Passage) -> Outcome:
+    """What the client asked for, from the composed log-probabilities."""
+    composed = finish(passage, sweep.composed)
+    outcome = Outcome(_bytes(passage.drafts), _drafted(sweep, passage))
+    if sweep.mode == Mode.ONE_SWEEP:
+        scores = byte_scores(composed, passage.drafts, sampling_of(sweep))
+        return replace(outcome, scores=_array(scores.clamp_min(LOG_FLOOR)))
+    if sweep.temperature > 0:
+        return replace(outcome, log_probs=_array(composed[0]))
+    best = composed[0].max(-1)
+    return replace(outcome, best=_bytes(best.indices), best_scores=_array(best.values))
+
+
+def _drafted(
+    sweep: Sweep, passage: Passage
+) -> np.ndarray[tuple[int, ...], np.dtype[np.float32]] | None:
+    """The drafter gives all 256 of each position; later hosts pass on what they got."""
+    if passage.drafted is None or (sweep.mode == Mode.VERIFY and sweep.temperature == 0):
+        return None
+    drafted = passage.drafted
+    if sweep.mode == Mode.ONE_SWEEP and drafted.dim() == 3:
+        drafted = byte_scores(drafted, passage.drafts, sampling_of(sweep)).clamp_min(LOG_FLOOR)
+    return _array(drafted)
+
+
+def _array(tensor: Tensor | None) -> np.ndarray[tuple[int, ...], np.dtype[np.float32]] | None:
+    return None if tensor is None else tensor.detach().float().cpu().numpy()
+
+
+def _bytes(tensor: Tensor) -> np.ndarray[tuple[int, ...], np.dtype[np.uint8]]:
+    return tensor.to(torch.uint8).cpu().numpy()

@@ -1,0 +1,174 @@
+"""One output of a swarm that serves: sweep after sweep, by whatever route, until it is written.
+
+Decides what happens after a failure: another route, caches begun anew, a block left out that
+nobody serves. Which bytes are kept is `swarm.writer`'s business.
+"""
+
+from __future__ import annotations
+
+import secrets
+import time
+from collections.abc import AsyncIterator
+from dataclasses import dataclass
+
+import torch
+
+from node.sweep_client import Result, SweepClient, SweepTrouble
+from protocol.limits import SWEEP_BUDGET_MAX_S, SWEEP_ID_BYTES
+from protocol.serving import Mode, Sweep, Trouble
+from swarm.generate import Sampling
+from swarm.route import Route
+from swarm.writer import Ask, SweepWriter, VerifiedWriter
+
+ATTEMPTS = 6  # at one sweep; every one takes another way
+TRUSTING = 2  # after so many attempts an answer without a block is taken as it is
+
+
+@dataclass(frozen=True)
+class Order:
+    """What is to be written. `draft_length` None: one sweep of whole drafts."""
+
+    prompt: bytes
+    length: int
+    sampling: Sampling
+    drafts: int = 8
+    draft_length: int | None = None
+
+
+@dataclass
+class Figures:
+    """What an output cost, as the client sees it."""
+
+    traversals: int = 0
+    failures: int = 0
+    seconds: float = 0.0
+    first_s: float = 0.0  # until the first bytes were there
+    score_nats: float = 0.0  # log-probability of the output under the composed model
+    missing: tuple[int, ...] = ()
+    path: tuple[bytes, ...] = ()
+
+
+class Output:
+    """Write one output. `figures` are complete when `write` is through."""
+
+    def __init__(self, client: SweepClient, order: Order) -> None:
+        self.client, self.order, self.figures = client, order, Figures()
+        self._left_out: set[int] = set()
+        self._keep: dict[int, bytes] = {}  # block -> who has the caches
+        self._session = secrets.token_bytes(SWEEP_ID_BYTES)
+
+    async def write(self) -> AsyncIterator[bytes]:
+        """The bytes as they are decided."""
+        began_s = time.monotonic()
+        pieces = self._whole() if self.order.draft_length is None else self._verified()
+        async for piece in pieces:
+            self.figures.first_s = self.figures.first_s or time.monotonic() - began_s
+            self.figures.seconds = time.monotonic() - began_s
+            yield piece
+
+    async def _whole(self) -> AsyncIterator[bytes]:
+        order, context = self.order, self.client.run.model.context
+        writer = SweepWriter(order.prompt, order.length, context, order.sampling)
+        while not writer.done:
+            outcome = (await self._result(writer)).outcome
+            assert outcome.scores is not None and outcome.drafted is not None
+            scores = torch.from_numpy(outcome.scores.copy())
+            rows = [row.tobytes() for row in outcome.drafts]
+            piece = writer.hear(rows, scores, torch.from_numpy(outcome.drafted.copy()))
+            self.figures.score_nats += float(scores[rows.index(piece)].sum())
+            yield piece
+
+    async def _verified(self) -> AsyncIterator[bytes]:
+        order, context = self.order, self.client.run.model.context
+        draft_length = order.draft_length or 0
+        writer = VerifiedWriter(order.prompt, order.length, context, draft_length, order.sampling)
+        while not writer.done:
+            outcome = (await self._result(writer)).outcome
+            drafted = outcome.drafts[0].tolist()
+            if outcome.best is not None and outcome.best_scores is not None:
+                piece = writer.hear_greedy(drafted, outcome.best.tolist())
+                self.figures.score_nats += float(outcome.best_scores[: len(piece)].sum())
+            else:
+                assert outcome.drafted is not None and outcome.log_probs is not None
+                log_probs = torch.from_numpy(outcome.log_probs.copy())
+                q = torch.from_numpy(outcome.drafted[0].copy())
+                piece = writer.hear_sampled(drafted, q, log_probs)
+                chosen = torch.tensor(list(piece))[:, None]
+                self.figures.score_nats += float(log_probs[: len(piece)].gather(1, chosen).sum())
+            yield piece
+
+    # --- one sweep, until it comes back ----------------------------------------------------------
+
+    async def _result(self, writer: SweepWriter | VerifiedWriter) -> Result:
+        for attempt in range(ATTEMPTS):
+            route = await self.client.route(self._left_out, self._keep)
+            ask = writer.ask()
+            try:
+                result = await self.client.send(route, self._sweep(route, ask), ask.context)
+            except SweepTrouble as error:
+                self._around(error, attempt)
+                if isinstance(writer, VerifiedWriter):
+                    writer.restart()
+                continue
+            if result.missing and attempt < TRUSTING and await self._distrusts(route, result):
+                if isinstance(writer, VerifiedWriter):
+                    writer.restart()
+                continue
+            self._arrived(route, result)
+            return result
+        raise SweepTrouble(f"{ATTEMPTS} sweeps did not come back")
+
+    async def _distrusts(self, route: Route, result: Result) -> bool:
+        if not await self.client.distrust_gaps(route, result):
+            return False
+        self._around(SweepTrouble("a block was left out although its host answers"), 0)
+        return True
+
+    def _sweep(self, route: Route, ask: Ask) -> Sweep:
+        verify, sampling = self.order.draft_length is not None, self.order.sampling
+        hop_s = self.client.hop_s(route)
+        return Sweep(
+            run=self.client.run_id,
+            block=route.hops[0].block,
+            sweep=secrets.token_bytes(SWEEP_ID_BYTES),
+            mode=int(Mode.VERIFY if verify else Mode.ONE_SWEEP),
+            place=0,
+            route=tuple(hop.pack() for hop in route.hops),
+            context=len(ask.context),
+            drafts=1 if verify else self.order.drafts,
+            length=ask.length,
+            start=ask.start,
+            session=self._session if verify else b"",
+            temperature=sampling.temperature,
+            top_k=sampling.top_k,
+            seed=ask.seed,
+            composed=route.temperature,
+            # Every host may stall once, and be gone around once.
+            budget_s=min(hop_s * (2 * len(route.hops) + 2), SWEEP_BUDGET_MAX_S),
+            hop_s=hop_s,
+        )
+
+    def _around(self, error: SweepTrouble, attempt: int) -> None:
+        """Look around again; do without a block that nobody takes even so."""
+        self.figures.failures += 1
+        self._keep.clear()
+        self._session = secrets.token_bytes(SWEEP_ID_BYTES)
+        if error.trouble == Trouble.NO_SESSION:
+            return  # somebody was restarted, or forgot us: the same way, from the beginning
+        self.client.say(f"a sweep failed ({error.message}); trying another way")
+        if error.trouble == Trouble.NOBODY and error.block is not None and attempt:
+            self._leave_out(error.block)
+        self.client.look_again()
+
+    def _arrived(self, route: Route, result: Result) -> None:
+        self.figures.traversals += 1
+        self.figures.path = result.path
+        for block in result.missing:  # the caches know nothing of it: it stays out
+            self._leave_out(block)
+        present = [hop.block for hop in route.hops if hop.block not in result.missing]
+        self._keep = dict(zip(present, result.path, strict=False))
+        self.figures.missing = tuple(sorted({*route.missing, *self._left_out}))
+
+    def _leave_out(self, block: int) -> None:
+        self._left_out.add(block)
+        self.client.warn(f"no host takes block {block}: going on without")

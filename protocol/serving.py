@@ -1,0 +1,258 @@
+"""Serving: what a client and the hosts of a sweep say to each other. Kinds 64 to 71.
+
+Decides the form of the messages and of a route. A sweep travels from host to host (SWEEP, answered
+at once by SWEEP_TAKEN); on the same stream the sender then asks SWEEP_WAIT and hears SWEEP_HANDED
+when the next host has taken it over, so that it notices a host that dies or stalls with the sweep
+in its hands. The last host sends the result to the client. Knows nothing of what is computed; the
+tensors are `parcel.py`'s.
+"""
+
+from __future__ import annotations
+
+import math
+import struct
+from dataclasses import dataclass
+from enum import IntEnum
+
+from protocol.limits import (
+    BLOCK_MAX,
+    BLOCK_NONE,
+    DIGEST_BYTES,
+    PEER_ID_BYTES,
+    ROUND_MAX,
+    SWEEP_BUDGET_MAX_S,
+    SWEEP_CONTEXT_MAX,
+    SWEEP_DRAFTS_MAX,
+    SWEEP_HOP_MAX_S,
+    SWEEP_HOPS_MAX,
+    SWEEP_ID_BYTES,
+    SWEEP_PEERS_PER_HOP,
+    SWEEP_VERSIONS_PER_REPLY,
+    SWEEP_WEIGHT_MAX,
+    TEXT_MAX_BYTES,
+    Kind,
+)
+from protocol.messages import Message, Purpose
+from protocol.packing import Malformed, blob, block_id, digest, list_of, number, text, uint, wire
+
+_HOP = struct.Struct(f">H{DIGEST_BYTES}sdB")
+_VERSION = struct.Struct(f">HQ{DIGEST_BYTES}s")
+
+
+class Mode(IntEnum):
+    """One sweep: K whole drafts, scored. Verify: one draft, with caches kept (`session`).
+
+    Autoregression is a verification of drafts of length 0.
+    """
+
+    ONE_SWEEP = 1
+    VERIFY = 2
+
+
+@dataclass(frozen=True)
+class Hop:
+    """One block of a route: which version, its weight in the composition, who may serve it."""
+
+    block: int
+    digest: bytes
+    weight: float
+    peers: tuple[bytes, ...]
+
+    def pack(self) -> bytes:
+        head = _HOP.pack(self.block, self.digest, self.weight, len(self.peers))
+        return head + b"".join(self.peers)
+
+
+def unpack_hop(data: object) -> Hop:
+    """A hop that a stranger sent. Raises `Malformed`."""
+    if not isinstance(data, bytes) or len(data) < _HOP.size:
+        raise Malformed("not a hop")
+    block, version, weight, count = _HOP.unpack_from(data)
+    if block > BLOCK_MAX or not 1 <= count <= SWEEP_PEERS_PER_HOP:
+        raise Malformed("a hop of no block or with too many peers")
+    if not 0.0 <= weight <= SWEEP_WEIGHT_MAX:  # NaN is between nothing
+        raise Malformed("a hop whose weight is no weight")
+    if len(data) != _HOP.size + count * PEER_ID_BYTES:
+        raise Malformed("a hop of another length than it says")
+    at = range(_HOP.size, len(data), PEER_ID_BYTES)
+    return Hop(block, version, weight, tuple(data[i : i + PEER_ID_BYTES] for i in at))
+
+
+def _hop(value: object) -> object:
+    unpack_hop(value)
+    return value
+
+
+@dataclass(frozen=True)
+class Version:
+    """A block's weights that a host has ready: their round (plus one) and their digest."""
+
+    block: int
+    round: int
+    digest: bytes
+
+    def pack(self) -> bytes:
+        return _VERSION.pack(self.block, self.round, self.digest)
+
+
+def unpack_version(data: object) -> Version:
+    if not isinstance(data, bytes) or len(data) != _VERSION.size:
+        raise Malformed("not a version")
+    block, round_, name = _VERSION.unpack(data)
+    if block > BLOCK_MAX or round_ > ROUND_MAX + 1:
+        raise Malformed("a version of no block or round")
+    return Version(block, round_, name)
+
+
+def _version(value: object) -> object:
+    unpack_version(value)
+    return value
+
+
+_peer = blob(PEER_ID_BYTES, PEER_ID_BYTES)
+_peer_or_empty = blob(0, PEER_ID_BYTES)
+_id = blob(SWEEP_ID_BYTES, SWEEP_ID_BYTES)
+_id_or_empty = blob(0, SWEEP_ID_BYTES)
+_purpose = int(Purpose.SERVING)
+
+
+@dataclass(frozen=True, kw_only=True)
+class ServingRequest(Message):
+    """Which versions do you serve, and how busy are you? Its round trip is the latency."""
+
+    KIND = Kind.SERVING_REQUEST
+    run: bytes = wire("run", digest())
+    purpose: int = wire("purpose", uint(255), _purpose)
+
+
+@dataclass(frozen=True, kw_only=True)
+class ServingReply(Message):
+    """`waiting` jobs are ahead, one takes about `usual_s`. `weights` and `temperature` compose."""
+
+    KIND = Kind.SERVING_REPLY
+    versions: tuple[bytes, ...] = wire("versions", list_of(_version, SWEEP_VERSIONS_PER_REPLY), ())
+    waiting: int = wire("waiting", uint(65535), 0)
+    usual_s: float = wire("usual", number(0, 3600), 0.0)
+    weights: tuple[float, ...] = wire(
+        "weights", list_of(number(0, SWEEP_WEIGHT_MAX), SWEEP_HOPS_MAX), ()
+    )
+    temperature: float = wire("temperature", number(1e-6, 1e6), 1.0)
+
+    def offered(self) -> list[Version]:
+        return [unpack_version(packed) for packed in self.versions]
+
+
+@dataclass(frozen=True, kw_only=True)
+class Sweep(Message):
+    """A sweep on its way to place `place` of its route. Payload: `parcel.py`.
+
+    `start` positions are in the caches of `session` already; `context` bytes follow them, then
+    `drafts` x `length` drafted bytes, which the host of place 0 writes. `client` is filled in by
+    that host, who knows from whom it came. `weight` is what the state has summed up so far.
+    """
+
+    KIND = Kind.SWEEP
+    run: bytes = wire("run", digest())
+    block: int = wire("block", block_id)
+    sweep: bytes = wire("sweep", _id)
+    mode: int = wire("mode", uint(2, 1))
+    place: int = wire("place", uint(SWEEP_HOPS_MAX - 1))
+    route: tuple[bytes, ...] = wire("route", list_of(_hop, SWEEP_HOPS_MAX))
+    context: int = wire("context", uint(SWEEP_CONTEXT_MAX, 1))
+    drafts: int = wire("drafts", uint(SWEEP_DRAFTS_MAX, 1), 1)
+    length: int = wire("length", uint(SWEEP_CONTEXT_MAX))
+    start: int = wire("start", uint(SWEEP_CONTEXT_MAX), 0)
+    session: bytes = wire("session", _id_or_empty, b"")
+    temperature: float = wire("temperature", number(0, 100))  # of the sampling; 0: greedy
+    top_k: int = wire("top_k", uint(256), 0)
+    seed: int = wire("seed", uint(2**53 - 1), 0)
+    composed: float = wire("composed", number(1e-6, 1e6), 1.0)  # the composition's temperature
+    hidden: int = wire("hidden", uint(1), 0)  # hidden states are in the payload
+    weight: float = wire("weight", number(0, SWEEP_WEIGHT_MAX * SWEEP_HOPS_MAX), 0.0)
+    budget_s: float = wire("budget", number(0, SWEEP_BUDGET_MAX_S))
+    hop_s: float = wire("hop", number(0.01, SWEEP_HOP_MAX_S))
+    client: bytes = wire("client", _peer_or_empty, b"")
+    path: tuple[bytes, ...] = wire("path", list_of(_peer, SWEEP_HOPS_MAX), ())
+    missing: tuple[int, ...] = wire("missing", list_of(block_id, SWEEP_HOPS_MAX), ())
+    purpose: int = wire("purpose", uint(255), _purpose)
+
+    def hops(self) -> list[Hop]:
+        return [unpack_hop(packed) for packed in self.route]
+
+    def check(self) -> None:
+        """What no single field can tell. Raises `Malformed`."""
+        hops = self.hops()
+        if self.place >= len(hops) or hops[self.place].block != self.block:
+            raise Malformed("a sweep that is not at a place of its route")
+        blocks = [hop.block for hop in hops]
+        if blocks != sorted(set(blocks)):
+            raise Malformed("a route that does not go through the blocks in order")
+        if self.mode == Mode.VERIFY and (self.drafts != 1 or len(self.session) != SWEEP_ID_BYTES):
+            raise Malformed("a verification has one draft and a session")
+        if self.mode == Mode.ONE_SWEEP and (self.session or self.start or not self.length):
+            raise Malformed("one sweep has drafts and no session")
+        if self.place and len(self.client) != PEER_ID_BYTES:
+            raise Malformed("a sweep of nobody")
+        if self.start + self.context + self.length > SWEEP_CONTEXT_MAX:
+            raise Malformed("a sweep longer than any context")
+
+
+@dataclass(frozen=True, kw_only=True)
+class SweepTaken(Message):
+    """The sweep, or its result, has arrived whole."""
+
+    KIND = Kind.SWEEP_TAKEN
+
+
+@dataclass(frozen=True, kw_only=True)
+class SweepWait(Message):
+    """Answer when the sweep has left your hands."""
+
+    KIND = Kind.SWEEP_WAIT
+    sweep: bytes = wire("sweep", _id)
+    purpose: int = wire("purpose", uint(255), _purpose)
+
+
+@dataclass(frozen=True, kw_only=True)
+class SweepHanded(Message):
+    """The next host has it, or the client."""
+
+    KIND = Kind.SWEEP_HANDED
+
+
+@dataclass(frozen=True, kw_only=True)
+class SweepResult(Message):
+    """From the last host to the client. Payload: `parcel.py`; `path` went through `missing`."""
+
+    KIND = Kind.SWEEP_RESULT
+    sweep: bytes = wire("sweep", _id)
+    path: tuple[bytes, ...] = wire("path", list_of(_peer, SWEEP_HOPS_MAX))
+    missing: tuple[int, ...] = wire("missing", list_of(block_id, SWEEP_HOPS_MAX), ())
+    purpose: int = wire("purpose", uint(255), _purpose)
+
+
+class Trouble(IntEnum):
+    """Why a host could not go on with a sweep. Unknown ones of newer versions stay numbers."""
+
+    NOBODY = 1  # no host of `block` takes it
+    GARBAGE = 2  # what `blamed` sent is no prediction
+    NO_SESSION = 3  # a host has lost its caches: begin again from position 0
+    INTERNAL = 4
+
+
+@dataclass(frozen=True, kw_only=True)
+class SweepFailed(Message):
+    """To the client: the sweep ends here. `blamed` is what the reporter says, no more."""
+
+    KIND = Kind.SWEEP_FAILED
+    sweep: bytes = wire("sweep", _id)
+    trouble: int = wire("trouble", uint(65535))
+    block: int = wire("block", block_id, BLOCK_NONE)
+    blamed: bytes = wire("blamed", _peer_or_empty, b"")
+    reason: str = wire("reason", text(TEXT_MAX_BYTES), "")
+    purpose: int = wire("purpose", uint(255), _purpose)
+
+
+def remaining_weight(sweep: Sweep) -> float:
+    """What the state and the hops after this one add up to: 0 and there is nothing to compose."""
+    return sweep.weight + math.fsum(hop.weight for hop in sweep.hops()[sweep.place + 1 :])

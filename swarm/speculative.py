@@ -1,0 +1,99 @@
+"""What is kept of drafts once the composed model has judged them. Pure decisions on probabilities.
+
+Greedy: the longest prefix on which draft and composed model agree, and the model's own next byte:
+the composed model's greedy output, byte for byte. Sampled: speculative sampling, which keeps the
+composed model's distribution whatever the drafts came from. One sweep: whole drafts, of which one
+is taken: the likeliest, or one drawn by its importance. Knows nothing of blocks or hosts.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Sequence
+
+import torch
+from torch import Tensor
+
+from swarm.generate import Sampling
+
+
+def sampled_log_probs(log_probs: Tensor, sampling: Sampling) -> Tensor:
+    """What `Sampling.choose` draws from: log-probabilities (..., 256) in float64.
+
+    With temperature 0 everything is on the likeliest byte.
+    """
+    if sampling.temperature == 0.0:
+        best = log_probs.argmax(-1, keepdim=True)
+        nothing = torch.full_like(log_probs, -torch.inf, dtype=torch.float64)
+        return nothing.scatter(-1, best, 0.0)
+    highest = log_probs.max(-1, keepdim=True).values
+    scaled = (log_probs - highest).double() / sampling.temperature
+    if sampling.top_k:
+        kept = scaled.topk(sampling.top_k).values[..., -1:]
+        scaled = scaled.masked_fill(scaled < kept, -torch.inf)
+    return scaled.log_softmax(-1)
+
+
+def choose_rows(log_probs: Tensor, sampling: Sampling, generator: torch.Generator) -> Tensor:
+    """One byte for every row of (rows, 256), as `Sampling.choose` would."""
+    if sampling.temperature == 0.0:
+        return log_probs.argmax(-1)
+    probabilities = sampled_log_probs(log_probs, sampling).exp()
+    return torch.multinomial(probabilities, 1, generator=generator)[:, 0]
+
+
+def accept_greedy(draft: Sequence[int], best: Sequence[int]) -> list[int]:
+    """The draft as far as it is the model's own, then the model's next byte.
+
+    `best` has the model's choice after each prefix of the draft, one more than the draft is long.
+    """
+    agreed = 0
+    while agreed < len(draft) and draft[agreed] == best[agreed]:
+        agreed += 1
+    return [*draft[:agreed], best[agreed]]
+
+
+def accept_sampled(
+    draft: Sequence[int],
+    drafted: Tensor,
+    log_probs: Tensor,
+    sampling: Sampling,
+    generator: torch.Generator,
+) -> list[int]:
+    """Speculative sampling of one draft; at least one byte comes out.
+
+    `drafted` (length, 256) are the log-probabilities that the draft was drawn from under the same
+    `sampling`, `log_probs` (length + 1, 256) those of the model. A byte is kept with probability
+    min(1, p / q); at the first that is not, one is drawn from what p has more than q. Then the
+    result is distributed as p, exactly (Leviathan et al. 2023).
+    """
+    p = sampled_log_probs(log_probs, sampling).exp()
+    q = sampled_log_probs(drafted, sampling).exp()
+    kept: list[int] = []
+    for place, byte in enumerate(draft):
+        luck = float(torch.rand((), generator=generator, dtype=torch.float64))
+        if luck * float(q[place, byte]) < float(p[place, byte]):
+            kept.append(byte)
+            continue
+        left = (p[place] - q[place]).clamp_min(0.0)
+        if float(left.sum()) == 0.0:  # p is q but for rounding
+            left = p[place]
+        return [*kept, int(torch.multinomial(left, 1, generator=generator))]
+    return [*kept, int(torch.multinomial(p[len(draft)], 1, generator=generator))]
+
+
+def best_draft(scores: Tensor) -> int:
+    """The draft that the composed model finds likeliest. `scores` is (drafts, length)."""
+    return int(scores.double().sum(-1).argmax())
+
+
+def importance(scores: Tensor, drafted: Tensor) -> Tensor:
+    """The drafts' probabilities of being taken: p / q of each whole draft, normalised.
+
+    With many drafts the one taken is distributed as p; with one it is the drafter's own.
+    """
+    ratio = scores.double().sum(-1) - drafted.double().sum(-1)
+    return ratio.softmax(-1)
+
+
+def resampled_draft(scores: Tensor, drafted: Tensor, generator: torch.Generator) -> int:
+    return int(torch.multinomial(importance(scores, drafted), 1, generator=generator))

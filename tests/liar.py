@@ -1,0 +1,78 @@
+"""A host that lies, for tests: an ordinary replica that falsifies the update it sends.
+
+As a command: `python tests/liar.py LIE join ADDRESS ...` is `blockswarm join` with that lie.
+"""
+
+from __future__ import annotations
+
+import enum
+import sys
+
+import numpy as np
+
+from node.replica import Replica
+from protocol.limits import PEER_ID_BYTES
+from swarm.aggregate import FixedUpdate, Ints
+from swarm.log import ConsensusLog
+
+HEADER_BYTES = 2 + 8 + PEER_ID_BYTES  # block, round, sender
+
+
+class Lie(enum.Enum):
+    SIGN_FLIP = "sign-flip"
+    SCALE = "scale"
+    NOISE = "noise"
+    NAN = "nan"
+    MALFORMED = "malformed"
+    REPLAY = "replay"
+    COPY = "copy"
+    OTHER_BLOCK = "other-block"
+    OVERSIZED = "oversized"
+
+
+class Liar(Replica):
+    """What it keeps of its update is honest, so that it lies the same way in every round."""
+
+    lie = Lie.SCALE
+    first: bytes = b""
+
+    def encode(self, rest: Ints, log: ConsensusLog, number: int) -> tuple[bytes, FixedUpdate]:
+        payload, update = super().encode(rest, log, number)
+        self.first = self.first or payload
+        return self.falsified(payload, rest, number), update
+
+    def falsified(self, payload: bytes, rest: Ints, number: int) -> bytes:
+        codec, block, me = self.settings.codec, self.settings.block, self.identity.peer_id
+        match self.lie:
+            case Lie.SIGN_FLIP:
+                return codec.encode(-rest, block, number, me)[0]
+            case Lie.SCALE:
+                return codec.encode(rest * 100, block, number, me)[0]
+            case Lie.NOISE:
+                noise = np.random.default_rng(number).normal(size=len(rest)) * rest.std()
+                return codec.encode(noise.astype(np.int64), block, number, me)[0]
+            case Lie.NAN:  # every four bytes of it are the float NaN
+                body = b"\x00\x00\xc0\x7f" * (len(payload) // 4)
+                return payload[: HEADER_BYTES + 8] + body[: len(payload) - HEADER_BYTES - 8]
+            case Lie.MALFORMED:
+                return payload[:HEADER_BYTES] + payload[HEADER_BYTES:][::-1]
+            case Lie.REPLAY:
+                return self.first
+            case Lie.COPY:  # hands in what another peer made
+                return payload[:10] + bytes(PEER_ID_BYTES) + payload[HEADER_BYTES:]
+            case Lie.OTHER_BLOCK:
+                return codec.encode(rest, block + 1, number, me)[0]
+            case Lie.OVERSIZED:
+                return payload + bytes(codec.max_bytes + 1 - len(payload))
+
+
+def liar(lie: Lie) -> type[Liar]:
+    return type("Liar", (Liar,), {"lie": lie})
+
+
+if __name__ == "__main__":
+    from node.cli import main
+    from node.host import Host
+
+    Host.replica_type = liar(Lie(sys.argv.pop(1)))
+    main()

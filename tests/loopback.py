@@ -1,0 +1,137 @@
+"""Real nodes on loopback for tests: start, wait for conditions, and nothing left behind."""
+
+from __future__ import annotations
+
+import asyncio
+import contextlib
+import os
+import time
+import warnings
+from collections.abc import AsyncIterator, Callable, Coroutine, Iterator
+from pathlib import Path
+from typing import Any, TypeVar
+
+import pytest
+import uvloop
+
+with warnings.catch_warnings():
+    warnings.simplefilter("ignore")  # hivemind's import uses what torch calls deprecated
+    import hivemind  # noqa: F401
+
+from node.daemon import DaemonSettings
+from node.gate import Backoff, Gate
+from node.network import Network, NetworkSettings
+from node.service import Status
+from protocol.frames import content_digest
+from protocol.records import Role
+
+T = TypeVar("T")
+
+RUN_FILE = b'name = "test"\n'
+RUN_ID = content_digest(RUN_FILE)
+QUICK = Backoff(first_s=0.05, most_s=0.2)
+
+
+def run(main: Coroutine[Any, Any, T], limit_s: float = 60.0) -> T:
+    """Run on uvloop, with a limit for the whole test and a check that no task is left."""
+
+    async def bounded() -> T:
+        async with asyncio.timeout(limit_s):
+            result = await main
+        await no_task_left()
+        return result
+
+    with asyncio.Runner(loop_factory=uvloop.new_event_loop) as runner:
+        return runner.run(bounded())
+
+
+async def no_task_left() -> None:
+    others = lambda: asyncio.all_tasks() - {asyncio.current_task()}  # noqa: E731
+    try:
+        await until(lambda: not others(), 5.0)
+    except TimeoutError:
+        raise AssertionError(f"tasks are left: {others()}") from None
+
+
+async def until(condition: Callable[[], bool], limit_s: float = 20.0) -> None:
+    """Wait for a condition; the only place where tests sleep."""
+    async with asyncio.timeout(limit_s):
+        while not condition():  # noqa: ASYNC110
+            await asyncio.sleep(0.01)
+
+
+async def until_async(
+    condition: Callable[[], Coroutine[Any, Any, bool]], limit_s: float = 20.0
+) -> None:
+    async with asyncio.timeout(limit_s):
+        while not await condition():  # noqa: ASYNC110
+            await asyncio.sleep(0.05)
+
+
+def daemons_of_this_process() -> set[int]:
+    found = set()
+    for entry in Path("/proc").iterdir():
+        if entry.name.isdigit():
+            with contextlib.suppress(OSError):
+                name, _, rest = (entry / "stat").read_text().rpartition(")")
+                state, parent = rest.split()[:2]
+                if name.endswith("(p2pd") and int(parent) == os.getpid() and state != "Z":
+                    found.add(int(entry.name))
+    return found
+
+
+@pytest.fixture(autouse=True)
+def _no_daemon_left() -> Iterator[None]:
+    """Imported by every test file that starts p2pd."""
+    before = daemons_of_this_process()
+    yield
+    end_s = time.monotonic() + 5.0
+    while daemons_of_this_process() - before and time.monotonic() < end_s:
+        time.sleep(0.02)
+    assert daemons_of_this_process() == before
+
+
+def daemon_settings(folder: Path, name: str, **changes: Any) -> DaemonSettings:
+    values: dict[str, Any] = {"hosts": ("127.0.0.1",), "map_port": False, **changes}
+    return DaemonSettings(folder / f"{name}.key", **values)
+
+
+@contextlib.asynccontextmanager
+async def node(
+    folder: Path,
+    name: str,
+    join: tuple[str, ...] | list[str] = (),
+    say: Callable[[str], None] = lambda line: None,
+    gate: Gate | None = None,
+    keep_state: bool = False,
+    check_every_s: float = 20.0,
+    run_id: bytes = RUN_ID,
+    announce: tuple[str, ...] = (),
+    **daemon: Any,
+) -> AsyncIterator[Network]:
+    state = folder / f"{name}.state" if keep_state else None
+    if state is not None:
+        state.mkdir(exist_ok=True)
+    settings = NetworkSettings(
+        daemon_settings(folder, name, **daemon),
+        run_id,
+        RUN_FILE,
+        tuple(join),
+        announce,
+        state,
+        check_every_s,
+        QUICK,
+    )
+    network = Network(settings, lambda: Status(Role.REPLICA, 7, (0, 1)), say, gate=gate)
+    async with network:
+        yield network
+
+
+@contextlib.asynccontextmanager
+async def pair(folder: Path, **changes: Any) -> AsyncIterator[tuple[Network, Network]]:
+    """Two nodes that know each other."""
+    async with (
+        node(folder, "a") as a,
+        node(folder, "b", await a.invitations(), **changes) as b,
+    ):
+        yield a, b

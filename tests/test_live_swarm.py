@@ -1,0 +1,261 @@
+"""Real swarms of real processes: they agree, and go on when some of them die, stall, come or lie.
+
+Every host here is `blockswarm seed` or `blockswarm join` with its own p2pd and training process.
+Each test is one swarm through several misfortunes: starting processes is what takes the time.
+"""
+
+from __future__ import annotations
+
+import json
+import os
+import random
+import resource
+import signal
+import time
+from pathlib import Path
+from typing import Any
+
+import pytest
+from live import (
+    START_LIMIT_S,
+    LiveSwarm,
+    Process,
+    agree_after,
+    children,
+    consensus_by_round,
+    differing,
+    live_swarm,
+    tiny_run_file,
+)
+
+from swarm.runfile import RoundSchedule
+
+PERIOD_S = 4.0
+LIMIT_S = 40 * PERIOD_S
+
+
+def run_file(blocks: int = 1, **changes: Any) -> Any:
+    """Windows with some room: the machine may be busy."""
+    base = tiny_run_file(blocks=blocks, period_s=PERIOD_S, **changes)
+    rounds = RoundSchedule(0, PERIOD_S, 500, 0.8, 1.5, 0.5, 0.4)
+    return type(base)(base.name, base.run, base.data, rounds, base.exchange)
+
+
+def last_round(process: Process) -> int:
+    return max((e["round"] for e in process.events("round")), default=-1)
+
+
+def until_event(process: Process, what: str, after: int = 0) -> None:
+    process.until(lambda: [e for e in process.events("node") if e["what"] == what][after:])
+
+
+def four(swarm: LiveSwarm) -> list[Process]:
+    seed = swarm.seed(0)
+    address = seed.address()
+    return [seed, *(swarm.join(address, name, 0) for name in "abc")]
+
+
+def gone(pids: list[int]) -> bool:
+    """Whether none of these processes is left (a zombie is gone)."""
+
+    def alive(pid: int) -> bool:
+        try:
+            stat = Path(f"/proc/{pid}/stat").read_text()
+        except OSError:
+            return False
+        return stat.rpartition(")")[2].split()[0] != "Z"
+
+    return not any(alive(pid) for pid in pids)
+
+
+def wait_until(condition: Any, limit_s: float) -> bool:
+    end_s = time.monotonic() + limit_s
+    while not condition() and time.monotonic() < end_s:
+        time.sleep(0.05)
+    return bool(condition())
+
+
+def test_four_agree_and_agree_again_after_a_crash_a_pause_and_a_newcomer(tmp_path: Path) -> None:
+    with live_swarm(tmp_path, run_file()) as swarm:
+        hosts = four(swarm)
+        seed, crashed, paused, _ = hosts
+        rounds = agree_after(hosts, -1, 3, LIMIT_S)
+        assert differing(hosts, rounds[0]) == []
+
+        crashed.crash()
+        paused.signal(signal.SIGSTOP)
+        late = swarm.join(seed.address(), "late", 0)
+        until_event(late, "started")
+        paused.signal(signal.SIGCONT)
+        again = swarm.join(seed.address(), "a", 0)
+        until_event(again, "resumed")
+        hosts[1] = again
+        now = last_round(seed)
+        first = agree_after([*hosts, late], now, 2, LIMIT_S)[0]
+        assert first <= now + 4  # the running round, and three
+
+        # SIGTERM: all leave within 5 s, and nothing of them is left.
+        leaving = [*hosts, late]
+        family = [pid for host in leaving for pid in (host.pid, *children(host.pid))]
+        began_s = time.monotonic()
+        for host in leaving:
+            host.signal(signal.SIGTERM)
+        assert [host.wait(START_LIMIT_S) for host in leaving] == [0] * 5
+        assert time.monotonic() - began_s < 5.0 * _slowness()
+        assert wait_until(lambda: gone(family), 2.0)
+        assert all(host.events("node")[-1]["what"] == "left" for host in leaving)
+
+
+def _slowness() -> float:
+    """How much longer things take here now: five hosts leave at once on a machine in use."""
+    return max(1.0, os.getloadavg()[0] / (os.cpu_count() or 1))
+
+
+def test_a_host_alone_trains_on_whatever_dies_under_it(tmp_path: Path) -> None:
+    with live_swarm(tmp_path, run_file()) as swarm:
+        host = swarm.seed(0)
+        decided = lambda n: host.until_round(n, LIMIT_S)  # noqa: E731
+        decided(0)
+
+        os.kill(host.members()["trainer"], signal.SIGKILL)
+        until_event(host, "trainer_restarted")
+        now = decided(last_round(host) + 2)["round"]
+        os.kill(host.members()["p2pd"], signal.SIGKILL)
+        decided(now + 2)
+
+        # A full disk: said once, and training goes on.
+        for pid in (host.pid, host.members()["trainer"]):
+            soft, hard = resource.prlimit(pid, resource.RLIMIT_FSIZE)
+            resource.prlimit(pid, resource.RLIMIT_FSIZE, (1024, hard))
+        until_event(host, "disk_full")
+        number = decided(last_round(host) + 2)["round"]
+        assert sum("without saving" in line for line in host.err) == 1
+        for pid in (host.pid, host.members()["trainer"]):
+            resource.prlimit(pid, resource.RLIMIT_FSIZE, (soft, hard))
+        saved = wait_until(lambda: saved_round(tmp_path / "seed") > number, LIMIT_S)
+        assert saved
+
+        # kill -9: the chain goes on from the last round that was decided, or the one before.
+        before = consensus_by_round(host)
+        host.crash()
+        head = max(before)
+        host = swarm.seed(0)
+        until_event(host, "resumed")
+        after = host.until(lambda: host.events("round"), LIMIT_S)[0]
+        assert after["outcome"] in ("decided", "empty", "undecided", "missed")
+        host.until_round(head + 1, LIMIT_S)
+        assert not [e for e in host.events("node") if e["what"] == "started"]
+        assert next(e["consensus_round"] for e in host.events("round")) >= head - 1
+
+
+def saved_round(folder: Path) -> int:
+    """The round of the last complete state in a folder; -2 if there is none."""
+    from node.host_state import StateFolder
+
+    try:
+        run = bytes.fromhex(json.loads((folder / "state.json").read_text())["run"])
+        state = StateFolder(folder).load(run)
+    except Exception:  # it is being replaced
+        return -2
+    return state.entries[-1].round if state else -2
+
+
+def test_copies_stay_fresh_and_a_dead_block_or_seed_stops_nobody(tmp_path: Path) -> None:
+    with live_swarm(tmp_path, run_file(blocks=2)) as swarm:
+        seed = swarm.seed(0)
+        other = swarm.join(seed.address(), "other", 1)
+
+        def fresh() -> bool:
+            ages = [e["copy_ages_rounds"] for e in other.events("round")][-3:]
+            return len(ages) == 3 and all(age <= 1 for some in ages for age in some)
+
+        other.until(fresh, LIMIT_S)
+        assert any(t["purpose"] == "relay" for e in other.events("round") for t in e["traffic"])
+        seed.crash()
+        number = last_round(other)
+        newcomer = swarm.join(other.address(), "newcomer", 0)
+        event = other.until_round(number + 3, LIMIT_S)
+        assert event["outcome"] == "decided" and event["included"]
+        newcomer.until_round(number + 3, LIMIT_S)
+        other.until(fresh, LIMIT_S)  # the block was taken up again
+
+
+@pytest.mark.parametrize("lie", ["oversized"])
+def test_a_liar_is_refused_and_the_others_agree(tmp_path: Path, lie: str) -> None:
+    refused, left_out, hosts = with_liar(tmp_path, lie)
+    assert refused and not left_out
+    assert [e for host in hosts for e in host.events("trust")]
+
+
+@pytest.mark.long
+@pytest.mark.parametrize("lie", ["nan", "malformed", "replay", "copy", "other-block"])
+def test_other_liars_are_refused_too(tmp_path: Path, lie: str) -> None:
+    refused, _, _ = with_liar(tmp_path, lie)
+    assert refused
+
+
+@pytest.mark.long
+@pytest.mark.parametrize("lie", ["scale", "sign-flip"])
+def test_a_liar_with_a_valid_update_is_left_out(tmp_path: Path, lie: str) -> None:
+    _, left_out, _ = with_liar(tmp_path, lie, rounds=12)
+    assert left_out
+
+
+def with_liar(tmp_path: Path, lie: str, rounds: int = 5) -> tuple[list[Any], list[Any], Any]:
+    """Three honest hosts and a liar: who refused it, who left it out, and the honest ones."""
+    with live_swarm(tmp_path, run_file()) as swarm:
+        seed = swarm.seed(0)
+        address = seed.address()
+        honest = [seed, *(swarm.join(address, name, 0) for name in "ab")]
+        liar = swarm.liar(address, "liar", 0, lie)
+        until_event(liar, "started")
+        me = liar.events("node")[0]["peer"]
+        rows = lambda: [e for host in honest for e in host.events("round")]  # noqa: E731
+        accused = lambda e: me in [*(r["peer"] for r in e["refused"]), *e["left_out"]]  # noqa: E731
+        seed.until(lambda: any(accused(e) for e in rows()), LIMIT_S)
+        agreed = agree_after(honest, last_round(seed), rounds, LIMIT_S)
+        assert len(agreed) >= rounds
+        refused = [r for e in rows() for r in e["refused"] if r["peer"] == me]
+        left_out = [e["round"] for e in rows() if me in e["left_out"]]
+        return refused, left_out, honest
+
+
+@pytest.mark.long
+def test_twenty_rounds_bit_by_bit_on_two_blocks(tmp_path: Path) -> None:
+    with live_swarm(tmp_path, run_file(blocks=2)) as swarm:
+        seed = swarm.seed(0)
+        address = seed.address()
+        pairs = [
+            [seed, swarm.join(address, "a", 0)],
+            [swarm.join(address, "b", 1), swarm.join(address, "c", 1)],
+        ]
+        for pair in pairs:
+            rounds = agree_after(pair, -1, 21, 60 * PERIOD_S)
+            assert differing(pair, rounds[0]) == []
+
+
+@pytest.mark.long
+def test_thirty_kills_at_random_moments(tmp_path: Path) -> None:
+    """Node, trainer or p2pd, whenever: the host resumes and the two agree again."""
+    rng = random.Random(4)
+    with live_swarm(tmp_path, run_file()) as swarm:
+        seed = swarm.seed(0)
+        address = seed.address()
+        victim = swarm.join(address, "victim", 0)
+        agree_after([seed, victim], -1, 1, LIMIT_S)
+        for _ in range(30):
+            end_s = time.monotonic() + rng.uniform(0.0, PERIOD_S)
+            wait_until(lambda end_s=end_s: time.monotonic() > end_s, PERIOD_S)
+            kind = rng.choice(["node", "trainer", "p2pd"])
+            if kind == "node":
+                head = max(consensus_by_round(victim), default=-1)
+                victim.crash()
+                # What is on disk is whole, and at most the running round is lost.
+                assert saved_round(tmp_path / "victim") >= head - 1
+                victim = swarm.join(address, "victim", 0)
+                until_event(victim, "resumed")
+            else:
+                pid = victim.members().get(kind)
+                if pid is not None:
+                    os.kill(pid, signal.SIGKILL)
+        agree_after([seed, victim], last_round(seed), 3, LIMIT_S)

@@ -1,0 +1,307 @@
+"""What a node answers, on streams in memory: every basic request, refusals, places, the ledger."""
+
+from __future__ import annotations
+
+import asyncio
+from collections.abc import Awaitable, Callable, Coroutine
+from typing import Any, TypeVar
+
+import pytest
+
+from node.gate import Gate
+from node.service import AGENT, Reply, Service, Status, purpose_of, serve_basics
+from protocol import frames, messages
+from protocol.frames import BytesLike, Channel, Chunks, Deadline, Stalled, content_digest
+from protocol.identity import generate
+from protocol.ledger import Ledger
+from protocol.limits import BLOCK_NONE, EXCHANGES_PER_STREAM
+from protocol.messages import ErrorCode, Message, Purpose
+from protocol.payloads import unpack_records
+from protocol.records import Record, Role, SignedRecord, seal
+
+T = TypeVar("T")
+RUN_FILE = b"blocks = 3\n"
+RUN = content_digest(RUN_FILE)
+PEER = generate().peer_id
+UPDATE = messages.UpdateRequest(run=RUN, block=2, round=1, digest=RUN)
+Talk = Callable[[Channel], Awaitable[T]]
+
+
+class MemoryStream:
+    """One end of a pair; like p2pd, the end of one side is the end of both."""
+
+    def __init__(self) -> None:
+        self.queue: asyncio.Queue[bytes] = asyncio.Queue()
+        self.rest = b""
+        self.other: MemoryStream
+        self.ended = ""
+
+    async def read(self, max_bytes: int, timeout_s: float) -> bytes:
+        if not self.rest:
+            try:
+                async with asyncio.timeout(timeout_s):
+                    self.rest = await self.queue.get()
+            except TimeoutError:
+                raise Stalled("no byte moved in time") from None
+        if not self.rest:
+            self.queue.put_nowait(b"")
+        part, self.rest = self.rest[:max_bytes], self.rest[max_bytes:]
+        return part
+
+    async def write(self, data: BytesLike, timeout_s: float) -> None:
+        if self.ended or self.other.ended:
+            raise frames.Truncated("closed")
+        self.other.queue.put_nowait(bytes(data))
+        await asyncio.sleep(0)
+
+    async def close(self) -> None:
+        self.ended = self.ended or "closed"
+        self.other.queue.put_nowait(b"")
+
+    def abort(self) -> None:
+        self.ended = self.ended or "aborted"
+        self.other.queue.put_nowait(b"")
+
+
+def stream_pair() -> tuple[MemoryStream, MemoryStream]:
+    one, two = MemoryStream(), MemoryStream()
+    one.other, two.other = two, one
+    return one, two
+
+
+def run(main: Coroutine[Any, Any, T]) -> T:
+    async def bounded() -> T:
+        async with asyncio.timeout(20.0):
+            return await main
+
+    return asyncio.run(bounded())
+
+
+async def talk(service: Service, conversation: Talk[T], peer_id: bytes = PEER) -> T:
+    """Let `conversation` be the peer on a new stream; both sides are over afterwards."""
+    ours, theirs = stream_pair()
+    task = asyncio.create_task(service.on_stream(ours, peer_id))
+    async with Channel(theirs, Deadline.after(10.0)) as channel:
+        result = await conversation(channel)
+    await task
+    assert ours.ended
+    return result
+
+
+async def ask(channel: Channel, request: Message, wanted: type[Message]) -> tuple[Any, bytearray]:
+    await messages.send(channel, request)
+    message, head = await messages.receive(channel, wanted)
+    return message, await channel.receive_bytes(head)
+
+
+async def one(
+    service: Service, request: Message, wanted: type[Message], peer_id: bytes = PEER
+) -> Any:
+    return await talk(service, lambda channel: ask(channel, request, wanted), peer_id)
+
+
+def records() -> list[SignedRecord]:
+    record = Record(run=RUN, role=1, block=1, round=1, sequence=1)
+    return [seal(generate(), record, 1e9) for _ in range(5)]
+
+
+def basic_service(**changes: Any) -> tuple[Service, list[tuple[int, int]]]:
+    service = Service(Ledger(), **changes)
+    asked: list[tuple[int, int]] = []
+    known = records()
+
+    async def look_up(block: int, cap: int) -> list[SignedRecord]:
+        asked.append((block, cap))
+        return known
+
+    status = Status(Role.REPLICA | Role.SERVER, 9, (1, 2))
+    serve_basics(service, RUN, RUN_FILE, lambda: status, look_up, lambda: 1234.5)
+    return service, asked
+
+
+def test_hello_run_peers_ping() -> None:
+    async def main() -> None:
+        service, asked = basic_service()
+        for run_id in (b"", RUN):
+            hello, _ = await one(service, messages.Hello(run=run_id), messages.HelloReply)
+            assert (hello.run, hello.round, hello.blocks) == (RUN, 9, (1, 2))
+            assert (hello.role, hello.now_s, hello.agent) == (9, 1234.5, AGENT)
+        reply, payload = await one(service, messages.RunRequest(run=RUN), messages.RunReply)
+        assert payload == RUN_FILE and content_digest(payload) == reply.run == RUN
+        request = messages.PeersRequest(run=RUN, block=1, cap=3)
+        reply, payload = await one(service, request, messages.PeersReply)
+        assert reply.count == 3 == len(unpack_records(payload)) and asked == [(1, 3)]
+        pong, _ = await one(service, messages.Ping(nonce=b"abc"), messages.Pong)
+        assert (pong.nonce, pong.now_s, pong.transfers) == (b"abc", 1234.5, 0)
+
+    run(main())
+
+
+def test_another_run_is_refused_and_the_stream_goes_on() -> None:
+    async def conversation(channel: Channel) -> None:
+        other = content_digest(b"another")
+        for request in (
+            messages.Hello(run=other),
+            messages.RunRequest(run=other),
+            messages.PeersRequest(run=other, block=1),
+        ):
+            with pytest.raises(frames.Refused) as refused:
+                await ask(channel, request, messages.HelloReply)
+            assert refused.value.code == ErrorCode.WRONG_RUN
+        assert await ask(channel, messages.Ping(), messages.Pong)
+
+    run(talk(basic_service()[0], conversation))
+
+
+def test_many_exchanges_on_one_stream_but_not_endless() -> None:
+    async def conversation(channel: Channel) -> int:
+        for number in range(EXCHANGES_PER_STREAM + 5):
+            try:
+                await ask(channel, messages.Ping(), messages.Pong)
+            except frames.Truncated:
+                return number
+        return -1
+
+    assert run(talk(basic_service()[0], conversation)) == EXCHANGES_PER_STREAM
+
+
+def test_a_handler_s_fault_is_not_described_to_strangers(caplog: pytest.LogCaptureFixture) -> None:
+    service, _ = basic_service()
+
+    async def broken(request: messages.UpdateRequest, _: bytes) -> Reply:
+        raise RuntimeError("secret path")
+
+    async def conversation(channel: Channel) -> None:
+        with pytest.raises(frames.Refused) as refused:
+            await ask(channel, UPDATE, messages.UpdateReply)
+        assert refused.value.code == ErrorCode.INTERNAL and "secret" not in str(refused.value)
+        assert await ask(channel, messages.Ping(), messages.Pong)
+
+    for bulk in (False, True):
+        service.serve(messages.UpdateRequest, broken, bulk)
+        run(talk(service, conversation))
+    assert "secret path" in caplog.text  # the operator sees it
+
+
+def test_a_handler_that_hangs_costs_one_deadline() -> None:
+    service, _ = basic_service(control_deadline_s=0.05)
+
+    async def hangs(request: messages.UpdateRequest, _: bytes) -> Reply:
+        await asyncio.Future()
+        raise AssertionError
+
+    async def conversation(channel: Channel) -> None:
+        with pytest.raises(frames.Refused) as refused:
+            await ask(channel, UPDATE, messages.UpdateReply)
+        assert refused.value.code == ErrorCode.INTERNAL
+
+    service.serve(messages.UpdateRequest, hangs, bulk=True)
+    run(talk(service, conversation))
+    assert service.gate.inside == 0
+
+
+def test_a_silent_peer_is_told_and_let_go() -> None:
+    async def conversation(channel: Channel) -> None:
+        with pytest.raises(frames.Refused) as refused:
+            await messages.receive(channel, messages.Pong)
+        assert refused.value.code == ErrorCode.TOO_SLOW
+
+    run(talk(basic_service(control_deadline_s=0.05)[0], conversation))
+
+
+def test_a_payload_that_breaks_off_breaks_the_stream() -> None:
+    service, _ = basic_service()
+
+    def parts() -> Any:
+        yield b"x" * 10
+        raise OSError("disk")
+
+    async def update(request: messages.UpdateRequest, _: bytes) -> Reply:
+        return Reply(messages.UpdateReply(block=2, round=1), Chunks(1000, parts()))
+
+    async def conversation(channel: Channel) -> None:
+        with pytest.raises(frames.Truncated):
+            await ask(channel, UPDATE, messages.UpdateReply)
+
+    for bulk in (True, False):
+        service.serve(messages.UpdateRequest, update, bulk)
+        run(talk(service, conversation))
+        assert service.gate.inside == 0
+
+
+def test_busy_beyond_the_places_for_transfers_and_for_streams() -> None:
+    async def main() -> None:
+        service, _ = basic_service(gate=Gate(1), streams=Gate(3, per_peer=2))
+        go_on, began = asyncio.Event(), asyncio.Event()
+
+        async def update(request: messages.UpdateRequest, _: bytes) -> Reply:
+            began.set()
+            await go_on.wait()
+            return Reply(messages.UpdateReply(block=2, round=1), b"payload")
+
+        service.serve(messages.UpdateRequest, update, bulk=True)
+        first = asyncio.create_task(one(service, UPDATE, messages.UpdateReply))
+        await began.wait()
+
+        async def conversation(channel: Channel) -> None:
+            with pytest.raises(frames.Busy):
+                await ask(channel, UPDATE, messages.UpdateReply)
+            pong, _ = await ask(channel, messages.Ping(), messages.Pong)
+            assert pong.transfers == 1
+            with pytest.raises(frames.Busy):  # a third stream of the same peer
+                await one(service, messages.Ping(), messages.Pong)
+            other = generate().peer_id
+            assert await one(service, messages.Ping(), messages.Pong, other)
+
+        await talk(service, conversation)
+        go_on.set()
+        _, payload = await first
+        assert payload == b"payload"
+        assert await one(service, messages.Ping(), messages.Pong)
+
+    run(main())
+
+
+def test_both_sides_book_the_same() -> None:
+    requests: list[tuple[Message, int, int]] = [
+        (messages.Ping(), Purpose.CONTROL, BLOCK_NONE),
+        (messages.Hello(), Purpose.CONTROL, BLOCK_NONE),
+        (messages.RunRequest(run=RUN), Purpose.CONTROL, BLOCK_NONE),
+        (messages.PeersRequest(run=RUN, block=1), Purpose.RECORD, 1),
+        (messages.VoteRequest(run=RUN, block=1, round=1), Purpose.VOTE, 1),
+        (messages.LogRequest(run=RUN, block=1), Purpose.CATCH_UP, 1),
+        (UPDATE, Purpose.UPDATE, 2),
+        (
+            messages.AggregateRequest(run=RUN, block=3, round=1, digest=RUN, purpose=5),
+            Purpose.RELAY,
+            3,
+        ),
+    ]
+    service, _ = basic_service()
+    ledger = Ledger()
+    text = "12D3KooWpeer"
+
+    async def conversation(channel: Channel) -> None:
+        for request, purpose, block in requests:
+            assert purpose_of(request) == (purpose, block)
+            await messages.send(channel, request)
+            head = await channel.receive_head()
+            await channel.receive_bytes(head)
+            ledger.book(channel.tally, text, *purpose_of(request))
+
+    for request, _, _ in requests:
+        if request.KIND not in service._entries:
+
+            async def refuse(request: Message, _: bytes) -> Reply:
+                raise frames.Refused(ErrorCode.NOT_FOUND, "not here")
+
+            service.serve(type(request), refuse)
+    run(talk(service, conversation))
+    (mine,) = [
+        cells for peer in service.ledger.by_peer() if (cells := service.ledger.of_peer(peer))
+    ]
+    theirs = ledger.of_peer(text)
+    assert set(mine) == set(theirs) and len(theirs) == 6
+    for cell, count in theirs.items():
+        assert (count.bytes_in, count.bytes_out) == (mine[cell].bytes_out, mine[cell].bytes_in)
+        assert (count.frames_in, count.frames_out) == (mine[cell].frames_out, mine[cell].frames_in)

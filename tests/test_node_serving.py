@@ -1,0 +1,331 @@
+"""Serving on loopback: real daemons and streams, tiny blocks, hosts that die, stall or lie."""
+
+from __future__ import annotations
+
+import asyncio
+import contextlib
+import dataclasses
+import time
+from collections.abc import AsyncIterator, Callable
+from pathlib import Path
+from typing import Any
+
+import numpy as np
+import pytest
+from conftest import MakeModel, MakeRun
+from loopback import _no_daemon_left, node, run, until  # noqa: F401
+
+from node.network import Network
+from node.serve_host import serve_weights
+from node.serving import BlockServer
+from node.sweep_client import NobodyServes, SweepClient
+from node.sweep_output import Figures, Order, Output
+from protocol.frames import Refused
+from protocol.parcel import Parcel
+from protocol.records import Record, Role
+from protocol.serving import Sweep
+from swarm.composition import ComposedModel
+from swarm.flat import flat_weights
+from swarm.generate import Sampling, generate
+
+GREEDY = Sampling(temperature=0.0)
+PROMPTS = [b"a", b"blocks", b"", b"the swarm serves", bytes(range(30))]
+
+
+class Swarm:
+    """Hosts of a tiny model, one block each, and a client, in one process."""
+
+    def __init__(self, folder: Path, model: ComposedModel, stack: contextlib.AsyncExitStack):
+        self.folder, self.model, self.stack = folder, model, stack
+        self.hosts: dict[str, Network] = {}
+        self.servers: dict[str, BlockServer] = {}
+        self.said: list[str] = []
+
+    async def host(self, name: str, block: int) -> BlockServer:
+        network = await self._network(name)
+        model = self.model
+        server = BlockServer(
+            network, network.settings.run_id, model.run, model.weights, model.temperature
+        )
+        server.start()
+        self.stack.push_async_callback(server.stop)
+        module = model.blocks[block]
+        assert module is not None
+        serve_weights(server, block, 1, flat_weights(module))
+        record = Record(
+            run=network.settings.run_id, role=int(Role.SERVER), block=block, round=0, sequence=0
+        )
+        await network.announce(record)
+        self.hosts[name], self.servers[name] = network, server
+        return server
+
+    async def _network(self, name: str) -> Network:
+        join: list[str] = []
+        if self.hosts:
+            join = await next(iter(self.hosts.values())).invitations()
+        return await self.stack.enter_async_context(node(self.folder, name, join))
+
+    async def client(self, hop_min_s: float = 5.0) -> SweepClient:
+        network = await self._network(f"client{len(self.hosts)}")
+        client = SweepClient(
+            network, network.settings.run_id, self.model.run, self.said.append, hop_min_s
+        )
+        self.stack.callback(client.close)
+        return client
+
+
+@contextlib.asynccontextmanager
+async def swarm(folder: Path, model: ComposedModel, hosts: str = "abc") -> AsyncIterator[Swarm]:
+    """`hosts`: a letter for each host of blocks 0, 1, 2, then a second replica of each, ..."""
+    async with contextlib.AsyncExitStack() as stack:
+        made = Swarm(folder, model, stack)
+        for index, name in enumerate(hosts):
+            if name != "-":
+                await made.host(name, index % model.run.model.blocks)
+        yield made
+
+
+async def written(
+    client: SweepClient, prompt: bytes, length: int, sampling: Sampling = GREEDY, **how: Any
+) -> tuple[bytes, Figures]:
+    output = Output(client, Order(prompt, length, sampling, **how))
+    text = b"".join([piece async for piece in output.write()])
+    return text, output.figures
+
+
+def local(model: ComposedModel, prompt: bytes, length: int) -> bytes:
+    return bytes(generate(model, prompt, length, GREEDY))
+
+
+@pytest.fixture
+def relay_model(tiny_run: MakeRun, tiny_model: MakeModel) -> ComposedModel:
+    return tiny_model(tiny_run(coupling="look_ahead"), weights=(2.0, 0.0, 1.0), temperature=0.8)
+
+
+@pytest.fixture
+def mean_model(tiny_run: MakeRun, tiny_model: MakeModel) -> ComposedModel:
+    return tiny_model(tiny_run(coupling="independent"))
+
+
+@pytest.mark.parametrize("kind", ["relay", "mean"])
+def test_three_hosts_write_what_the_assembled_model_writes(
+    tmp_path: Path, kind: str, relay_model: ComposedModel, mean_model: ComposedModel
+) -> None:
+    model = relay_model if kind == "relay" else mean_model
+
+    async def main() -> None:
+        async with swarm(tmp_path, model) as s:
+            client = await s.client()
+            for prompt in PROMPTS:
+                expected = local(model, prompt, 20)
+                exact, figures = await written(client, prompt, 20, draft_length=6)
+                assert exact == expected
+                assert figures.traversals <= 20 and figures.failures == 0
+                assert figures.missing == ()
+            bytewise, figures = await written(client, b"abc", 20, draft_length=0)
+            assert bytewise == local(model, b"abc", 20) and figures.traversals == 20
+            alone = local(model.without(1, 2), b"abc", 8)
+            one, figures = await written(client, b"abc", 8, drafts=1)
+            assert one == alone and figures.traversals == 1
+            many, figures = await written(client, b"abc", 8, Sampling(1.0, seed=3), drafts=4)
+            assert len(many) == 8 and figures.score_nats < 0
+            sampled, _ = await written(client, b"abc", 20, Sampling(1.0, seed=3), draft_length=5)
+            assert len(sampled) == 20
+            assert s.said == []
+
+    run(main(), 120)
+
+
+def test_outputs_at_the_same_time(tmp_path: Path, relay_model: ComposedModel) -> None:
+    """More at once than one stream carries: they wait for each other and none fails."""
+
+    async def main() -> None:
+        async with swarm(tmp_path, relay_model) as s:
+            client = await s.client()
+            orders = [written(client, bytes([n]), 9, Sampling(1.0, seed=n), drafts=3) for n in range(12)]
+            orders += [written(client, bytes([n]), 9, draft_length=4) for n in range(6)]
+            outputs = await asyncio.gather(*orders)
+            for n, (text, _) in enumerate(outputs[12:]):
+                assert text == local(relay_model, bytes([n]), 9)
+            assert all(figures.failures == 0 for _, figures in outputs)
+            for server in s.servers.values():
+                await until(lambda server=server: not server._jobs and not server._held_bytes)  # type: ignore[misc]
+
+    run(main(), 120)
+
+
+def test_a_host_that_dies_is_gone_around(tmp_path: Path, relay_model: ComposedModel) -> None:
+    async def main() -> None:
+        async with swarm(tmp_path, relay_model, "abc-d") as s:  # d: a second replica of block 1
+            client = await s.client(hop_min_s=1.0)
+            expected = local(relay_model, b"abc", 13)
+            assert (await written(client, b"abc", 13, draft_length=4))[0] == expected
+            first = await client.route((), {})
+            used = "b" if first.hops[1].peers[0] == s.hosts["b"].peer_id else "d"
+            await s.hosts[used].stop()
+            text, figures = await written(client, b"abc", 13, draft_length=4)
+            assert text == expected and figures.missing == ()
+            text, figures = await written(client, b"abc", 8, drafts=1)
+            assert figures.missing == () and figures.traversals == 1
+
+    run(main(), 120)
+
+
+def test_a_host_that_stalls_in_mid_sweep_is_gone_around(
+    tmp_path: Path, relay_model: ComposedModel
+) -> None:
+    """It takes the sweep and never hands it on: the host before it notices, after a hop's time."""
+
+    async def main() -> None:
+        async with swarm(tmp_path, relay_model, "abc-d") as s:
+            client = await s.client(hop_min_s=1.0)
+            route = await client.route((), {})
+            used = "b" if route.hops[1].peers[0] == s.hosts["b"].peer_id else "d"
+            worker = s.servers[used]._worker
+            assert worker is not None
+            worker.cancel()
+            began_s = time.monotonic()
+            text, figures = await written(client, b"abc", 9, drafts=2)
+            assert len(text) == 9 and figures.missing == ()
+            assert s.hosts[used].peer_id not in figures.path
+            assert time.monotonic() - began_s < 15.0
+
+    run(main(), 120)
+
+
+def garble(change: Callable[[Parcel], Parcel], server: BlockServer) -> None:
+    """Make a host compute rightly and send something else."""
+    from node import sweep_carry
+
+    honest = sweep_carry.parcel_of
+
+    def lying(sweep: Sweep, passage: Any) -> Parcel:
+        parcel = honest(sweep, passage)
+        mine = server.network.peer_id in sweep.path[-1:]
+        return change(parcel) if mine else parcel
+
+    sweep_carry.parcel_of = lying
+
+
+GARBAGE: dict[str, Callable[[Parcel], Parcel]] = {
+    "nan": lambda p: dataclasses.replace(p, hidden_drafts=p.hidden_drafts * np.nan),
+    "not normal": lambda p: dataclasses.replace(p, state=p.state - 1.0),
+    "above one": lambda p: dataclasses.replace(p, state=-p.state),
+}
+
+
+@pytest.mark.parametrize("kind", GARBAGE)
+def test_a_host_that_lies_is_gone_around(
+    tmp_path: Path, relay_model: ComposedModel, kind: str, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    from node import sweep_carry
+
+    monkeypatch.setattr(sweep_carry, "parcel_of", sweep_carry.parcel_of)
+
+    async def main() -> None:
+        async with swarm(tmp_path, relay_model, "abc-d") as s:
+            client = await s.client()
+            route = await client.route((), {})
+            used = "b" if route.hops[1].peers[0] == s.hosts["b"].peer_id else "d"
+            garble(GARBAGE[kind], s.servers[used])
+            text, figures = await written(client, b"abc", 13, draft_length=5)
+            assert text == local(relay_model, b"abc", 13)
+            assert figures.failures == 1 and s.hosts[used].peer_id not in figures.path
+            assert client.penalties[s.hosts[used].peer_id] > 0
+
+    run(main(), 120)
+
+
+def test_a_block_that_nobody_serves_is_left_out(tmp_path: Path, relay_model: ComposedModel) -> None:
+    async def main() -> None:
+        async with swarm(tmp_path, relay_model, "a-c") as s:
+            client = await s.client()
+            expected = local(relay_model.without(1), b"abc", 13)
+            text, figures = await written(client, b"abc", 13, draft_length=5)
+            assert text == expected and figures.missing == (1,)
+            assert any("block 1" in line for line in s.said)
+
+    run(main(), 60)
+
+
+def test_a_block_whose_last_host_dies_is_left_out(
+    tmp_path: Path, relay_model: ComposedModel
+) -> None:
+    async def main() -> None:
+        async with swarm(tmp_path, relay_model) as s:
+            client = await s.client(hop_min_s=1.0)
+            await client.route((), {})
+            await s.hosts["c"].stop()
+            expected = local(relay_model.without(2), b"abc", 9)
+            text, figures = await written(client, b"abc", 9, draft_length=5)
+            assert text == expected and figures.missing == (2,)
+
+    run(main(), 60)
+
+
+def test_lost_caches_are_rebuilt(tmp_path: Path, relay_model: ComposedModel) -> None:
+    async def main() -> None:
+        async with swarm(tmp_path, relay_model) as s:
+            client = await s.client()
+            output = Output(client, Order(b"abc", 13, GREEDY, draft_length=2))
+            text = b""
+            async for piece in output.write():
+                text += piece
+                if len(text) < 6:
+                    s.servers["b"]._sessions.clear()
+            assert text == local(relay_model, b"abc", 13)
+            assert output.figures.failures > 0
+
+    run(main(), 60)
+
+
+def test_nobody_serves(tmp_path: Path, relay_model: ComposedModel) -> None:
+    async def main() -> None:
+        async with node(tmp_path, "a") as a, node(tmp_path, "b", await a.invitations()) as b:
+            client = SweepClient(b, b.settings.run_id, relay_model.run)
+            with pytest.raises(NobodyServes):
+                await written(client, b"x", 4, drafts=1)
+
+    run(main(), 60)
+
+
+def test_what_a_host_refuses(tmp_path: Path, relay_model: ComposedModel) -> None:
+    """Before a byte of payload is read: other runs, unknown versions, too long, wrong sizes."""
+
+    async def main() -> None:
+        async with swarm(tmp_path, relay_model) as s:
+            client = await s.client()
+            route = await client.route((), {})
+            output = Output(client, Order(b"abc", 4, GREEDY, drafts=1))
+            from swarm.writer import Ask
+
+            good = output._sweep(route, Ask(0, b"abc", 4, 0))
+            server = s.servers["a"]
+            server._admit(good, 3, client.network.peer_id)
+            hop = dataclasses.replace(route.hops[0], digest=b"?" * 32)
+            bad: list[tuple[dict[str, Any], int]] = [
+                ({"run": b"?" * 32}, 3),
+                ({"route": (hop.pack(), *good.route[1:])}, 3),
+                ({"length": 14}, 3),
+                ({}, 4),
+            ]
+            for changes, size in bad:
+                with pytest.raises(Refused):
+                    server._admit(dataclasses.replace(good, **changes), size, b"")
+
+    run(main(), 60)
+
+
+def test_hosts_keep_two_versions(tmp_path: Path, relay_model: ComposedModel) -> None:
+    async def main() -> None:
+        async with swarm(tmp_path, relay_model) as s:
+            server = s.servers["a"]
+            module = relay_model.blocks[0]
+            assert module is not None
+            for version in range(2, 6):
+                serve_weights(server, 0, version, flat_weights(module) + version)
+            assert [served.version.round for served in server._served.values()] == [4, 5]
+
+    run(main(), 60)
+
+
