@@ -28,6 +28,14 @@ from swarm.run import ModelShape, Noise, Run, Training
 EVALUATION_BYTES = 250_000
 FIT_BYTES = 65_536
 CPU = torch.device("cpu")
+ONLY_OF_BLOCKS = (
+    "objective",
+    "steps_per_round",
+    "short_rounds",
+    "look_ahead_weight",
+    "staggered",
+    "copy_decay",
+)
 
 
 @dataclass(frozen=True)
@@ -45,8 +53,14 @@ class Variant:
 
     @property
     def key(self) -> str:
-        # What is off is left out, so that a new option does not ask for every row again.
-        return json.dumps(_without_unset(asdict(self)), sort_keys=True)
+        # What is off or has no effect is left out, so that a new option does not ask for every
+        # row again.
+        fields = asdict(self)
+        if self.end_to_end:
+            fields["run"] |= {"noise": {}, "model": {**fields["run"]["model"], "coupling": ""}}
+            for name in ONLY_OF_BLOCKS:
+                fields["run"]["training"].pop(name)
+        return json.dumps(_without_unset(fields), sort_keys=True)
 
 
 def _without_unset(fields: dict[str, Any]) -> dict[str, Any]:

@@ -111,24 +111,11 @@ class BlockCopy(Follower):
         super().__init__(settings, first_weights, peers, donors)
         self._first = (self.log, self.consensus)
         self._heard: dict[str, RemoteLog] = {}
-        self._replays = True  # rather than begin at a newer snapshot
         self.signers: tuple[str, ...] = ()
 
     async def _ask_all(self, fetcher: LogFetcher, donors: Sequence[str]) -> dict[str, RemoteLog]:
         self._heard = await super()._ask_all(fetcher, donors)
-        if not self._replays:
-            return self._heard
-        return {donor: self._without_pins(remote) for donor, remote in self._heard.items()}
-
-    def _without_pins(self, remote: RemoteLog) -> RemoteLog:
-        """A donor with a snapshot of our round or before has all steps since then.
-
-        They are much smaller than the newer snapshot, which a plan would begin with otherwise.
-        """
-        straight = remote.entries[0].digest == self.log.head.digest
-        if straight and any(pin.round <= self.round for pin in remote.pins):
-            return RemoteLog(remote.entries, ())
-        return remote
+        return self._heard
 
     def restore(self, log: ConsensusLog, weights: Quanta) -> None:
         """Go on from a kept version."""
@@ -138,12 +125,7 @@ class BlockCopy(Follower):
 
     async def bring(self, to_round: int, records: Sequence[SignedRecord]) -> None:
         """Move to the version of `to_round`, and see that somebody has signed it."""
-        try:
-            await self.advance(to_round)
-            self._replays = True
-        except WireError:
-            self._replays = False  # the next attempt takes any way there is
-            raise
+        await self.advance(to_round)
         signers = self._signers(records)
         if not signers and self.round >= 0:
             self.log, self.consensus = self._first

@@ -17,6 +17,7 @@ from node.cli_light import light_commands
 from node.cli_local import local_commands
 from node.cli_operator import operator_commands
 from node.cli_reporting import report_commands
+from node.cli_serve import serve_commands
 from node.cli_swarm import swarm_commands
 from node.terminal import show_error
 from protocol.errors import BlockswarmError, UsageError
@@ -38,6 +39,8 @@ In a swarm:
   blockswarm join ADDRESS                     train a block of it
   blockswarm status ADDRESS                   see how it stands
   blockswarm assemble ADDRESS -o model/       put its blocks together into one model
+  blockswarm serve ADDRESS --block 0          serve a block of it, without training
+  blockswarm generate ADDRESS --prompt "def " let its hosts write, together
   blockswarm peers --light ADDRESS            look at it from outside
   blockswarm report FOLDER...                 plots and figures from hosts' event logs
   blockswarm demo                             all of that on this machine, in minutes
@@ -71,6 +74,7 @@ for _command in (
     *demo_commands,
     *report_commands,
     *light_commands,
+    *serve_commands,
 ):
     cli.add_command(_command)
 

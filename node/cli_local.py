@@ -19,6 +19,7 @@ from node.cli_report import (
     print_probe,
     print_training,
 )
+from node.cli_serve import generate_from_swarm, is_address, sweep_options
 from node.terminal import ByteWriter
 from swarm.run import Coupling, Objective
 
@@ -191,6 +192,7 @@ def probe(
     "--top-k", type=int, default=0, show_default=True, help="Only the k likeliest bytes; 0: all."
 )
 @click.option("--seed", type=SEED, default=0, show_default=True, help="Of the sampling.")
+@sweep_options
 @without_option
 @_compute_options
 @json_option
@@ -208,6 +210,9 @@ def generate(
 ) -> None:
     """Let a model write: bytes that follow the prompt, streamed as they come.
 
+    MODEL is a model folder, or the multiaddress of any peer of a run whose hosts serve it; the
+    options from --mode to --scores are for the latter.
+
     The model writes bytes. Into a pipe they go as they are; on a terminal those that are not
     UTF-8 text are shown as a replacement character.
     """
@@ -215,6 +220,9 @@ def generate(
     from swarm.generate import Sampling
 
     sampling = Sampling(0.0 if greedy else temperature, top_k, seed)
+    if is_address(str(model)):
+        generate_from_swarm(str(model), prompt, length, sampling, as_json, options)
+        return
     composed = load_composed(model, without, options)
     facts = write_text(composed, prompt, length, sampling, None if as_json else ByteWriter())
     if as_json:

@@ -1,8 +1,9 @@
 """A host in a run: network, trainer, one replica, and the copies of other blocks that it reads.
 
 Decides the order in which they start and stop, when the trainer gets its next round, that a dead
-trainer is started again, and when the state is written. What a round is stands in `swarm.round`;
-what is served in `replica_service`; what a person sees of it is the caller's, through the events.
+trainer is started again. What a round is stands in `swarm.round`; when the state is written in
+`saving`; what is served in `replica_service`; what a person sees, through the events, is the
+caller's.
 """
 
 from __future__ import annotations
@@ -18,6 +19,7 @@ from pathlib import Path
 from typing import TypeVar
 
 from node.atomic import StorageError
+from node.block_choice import choose_block
 from node.board import ReplicaBoard
 from node.copies import Copies
 from node.discovery import parse_seeds
@@ -25,10 +27,11 @@ from node.event_log import EventLog
 from node.exchange import ReplicaSettings
 from node.gate import Backoff
 from node.host_events import EventWriter
-from node.host_state import DamagedState, HostState, StateError, StateFolder
+from node.host_state import HostState
 from node.network import Network, NetworkSettings, NobodyThere
-from node.replica import Moment, Replica
+from node.replica import Replica
 from node.replica_service import serve_replica
+from node.saving import Saver
 from node.service import Status
 from node.trainer import Trainer, TrainerError
 from node.trainer_process import TrainerSettings
@@ -39,12 +42,11 @@ from protocol.messages import Message
 from protocol.records import Role
 from swarm import actions as act
 from swarm.aggregate import to_float
-from swarm.assignment import BlockView, HostLimits, first_choice
 from swarm.clock import ClockSample, RunClock
 from swarm.flat import flat_size, initial_flat
 from swarm.groups import MAX_GROUP
 from swarm.log import Entry
-from swarm.runfile import RunFile, parse, run_id, scheduled_steps, worker_memory_bytes
+from swarm.runfile import RunFile, parse, run_id, scheduled_steps
 from swarm.updates import UpdateCodec
 from swarm.worker import initial_block
 
@@ -108,7 +110,7 @@ class Host:
         self.run_spec = self.run_file.run
         if not self.run_file.started:
             raise UsageError("this run has not started", "start it with: blockswarm seed run.toml")
-        self.state_folder = StateFolder(settings.folder)
+        self.saver = Saver(settings.folder, self.run_id, self._write_node_event, say)
         self.network = Network(settings.network, self._status, say)
         self.me = peer_text(self.network.peer_id)
         self.events = EventLog(settings.folder, say)
@@ -119,7 +121,6 @@ class Host:
         self.trainer: Trainer | None = None
         self.copies: Copies | None = None
         self._lost_trainer = asyncio.Event()
-        self._save_due = asyncio.Event()
         self._trouble: set[str] = set()  # what was said already
         self._tasks: set[asyncio.Task[None]] = set()
 
@@ -140,19 +141,18 @@ class Host:
     # Life.
 
     async def run(self) -> None:
-        saved = self._load_state()
+        saved = self.saver.load()
         await self._connect(resumes=saved is not None)
         loops: list[asyncio.Task[None]] = []
         try:
             replica = await self._begin(saved)
-            assert self.copies is not None
-            weights = asyncio.create_task(replica.weights.run())
+            assert self.copies is not None and self.trainer is not None
             loops = [
-                weights,
+                asyncio.create_task(replica.running.queue.run()),
                 asyncio.create_task(replica.run()),
                 asyncio.create_task(self.copies.run()),
                 asyncio.create_task(self._discover()),
-                asyncio.create_task(self._keep_state()),
+                asyncio.create_task(self.saver.run(replica, self.trainer, self.block)),
                 asyncio.create_task(self._keep_trainer()),
             ]
             done, _ = await asyncio.wait(loops, return_when=asyncio.FIRST_EXCEPTION)
@@ -180,7 +180,13 @@ class Host:
                 self.network.discovery.book.remember(peer, addresses)
 
     async def _begin(self, saved: HostState | None) -> Replica:
-        self.block = saved.block if saved else await self._choose_block()
+        self.block = (
+            saved.block
+            if saved
+            else await choose_block(
+                self.network, self.run_file, self.settings.block, self.settings.memory_bytes
+            )
+        )
         self.writer.block = self.block
         self.say(f"block {self.block} of {self.run_spec.model.blocks}")
         await self._sample_clocks()
@@ -205,7 +211,9 @@ class Host:
             self,
         )
         if saved is not None:
-            await self._resume(saved, codec)
+            await self.saver.resume(
+                saved, self.replica, self.trainer, codec, exchange.snapshot_every
+            )
         self.copies = Copies(
             self.run_file,
             self.run_id,
@@ -228,10 +236,12 @@ class Host:
         for task in others:
             task.cancel()
         await asyncio.gather(*others, return_exceptions=True)
-        if loops:  # the queue of the weights is still at work: save through it
+        if (
+            loops and self.replica and self.trainer
+        ):  # the queue of the weights is still at work: save through it
             with suppress(BlockswarmError, TimeoutError):
                 async with asyncio.timeout(LEAVE_SAVE_S):
-                    await self._save()
+                    await self.saver.save(self.replica, self.trainer, self.block)
             loops[0].cancel()
             await asyncio.gather(loops[0], return_exceptions=True)
         if self.trainer is not None:
@@ -241,43 +251,6 @@ class Host:
             await self.network.stop()
         except StorageError as error:
             self._say_once("storage", error.message)
-
-    # The block.
-
-    async def _choose_block(self) -> int:
-        """The one that was asked for, or the neediest that fits."""
-        count, wanted = self.run_spec.model.blocks, self.settings.block
-        if wanted is not None and not 0 <= wanted < count:
-            raise UsageError(
-                f"there is no block {wanted}",
-                f"choose one of 0 to {count - 1}, or leave --block away",
-            )
-        views = []
-        for block in range(count) if wanted is None else (wanted,):
-            found = 0
-            with suppress(WireError):  # nobody answers for it: then it needs us
-                records = await self.network.replicas(block)
-                found = sum(s.peer_id != self.network.peer_id for s in records)
-            memory = worker_memory_bytes(self.run_file, block)
-            views.append(BlockView(block, found, memory, 0, 1))
-        open_ = [view for view in views if view.replicas < MAX_GROUP]
-        if not open_:
-            raise UsageError(
-                f"every block that you may train has {MAX_GROUP} hosts already",
-                "groups of more are not part of this version; start another run",
-            )
-        if wanted is not None:
-            return wanted
-        limits = HostLimits(self.settings.memory_bytes, 1 << 60)
-        chosen = first_choice(open_, limits, random.Random(self.network.peer_id))
-        if chosen is None:
-            least = min(view.memory_bytes for view in open_)
-            raise UsageError(
-                f"no block fits: the smallest worker needs {least / 1e9:.1f} GB of memory, "
-                f"--max-memory allows {self.settings.memory_bytes / 1e9:.1f} GB",
-                "raise --max-memory, or join a smaller run",
-            )
-        return chosen
 
     # The trainer.
 
@@ -298,7 +271,7 @@ class Host:
     def _on_trainer_death(self) -> None:
         """Nothing may reach a new process before its weights are set."""
         if self.replica is not None:
-            self.replica.weights.lose("the training process died")
+            self.replica.running.queue.lose("the training process died")
 
     def weights_lost(self, why: str) -> None:
         if not self._lost_trainer.is_set():
@@ -351,10 +324,10 @@ class Host:
         log = self.replica.state.log
         self.events.write(self.writer.round(self.now_s(), report, log, update_bytes, ages))
         if report.outcome != "decided":
-            self._save_due.set()
+            self.saver.due.set()
 
     def stepped(self, entry: Entry) -> None:
-        self._save_due.set()
+        self.saver.due.set()
         if entry.round % EVALUATE_EVERY == 0:
             self._spawn(self._evaluate())
 
@@ -362,7 +335,7 @@ class Host:
         assert self.replica is not None
         number = self.replica.state.round
         self.events.write(self.writer.move(self.now_s(), number, move, before))
-        self._save_due.set()
+        self.saver.due.set()
 
     def excluded(self, peer: str, until_round: int) -> None:
         assert self.replica is not None
@@ -418,77 +391,6 @@ class Host:
         await asyncio.gather(*(ask(peer) for peer in known), return_exceptions=True)
         for peer in list(self.clock.samples)[:-CLOCKS_KEPT]:
             self.clock = self.clock.without(peer)
-
-    # State.
-
-    def _load_state(self) -> HostState | None:
-        try:
-            saved = self.state_folder.load(self.run_id)
-        except DamagedState as error:
-            self.say(f"{error.message}; catching up from the swarm instead")
-            saved = None
-        self.state_folder.remove_unnamed()
-        return saved
-
-    async def _resume(self, saved: HostState, codec: UpdateCodec) -> None:
-        replica, trainer = self.replica, self.trainer
-        assert replica is not None and trainer is not None
-        try:
-            moment = saved.restore(codec, self.run_file.exchange.snapshot_every, self.me)
-        except (WireError, StateError) as error:
-            self.say(f"the saved state cannot be used ({error.message}); catching up instead")
-            return
-        try:
-            await trainer.load(saved.trainer_path)
-        except TrainerError as error:
-            self.say(f"the saved weights cannot be used ({error.message}); using the consensus")
-            replica.restore(moment)
-            replica.reset_weights()
-            return
-        replica.restore(moment)
-
-    async def _keep_state(self) -> None:
-        """Save after every round; if that takes long, less often."""
-        while True:
-            await self._save_due.wait()
-            self._save_due.clear()
-            began_s = time.monotonic()
-            try:
-                await self._save()
-                self._trouble.discard("state")
-            except StateError as error:
-                _log.debug("not saved: %s", error)
-            except TrainerError as error:
-                if self.replica is not None and not self.replica.weights.lost:
-                    self._cannot_save(error)
-            except BlockswarmError as error:
-                self._cannot_save(error)
-            await asyncio.sleep((SAVING_SHARE - 1) * (time.monotonic() - began_s))
-
-    def _cannot_save(self, error: BlockswarmError) -> None:
-        if "state" not in self._trouble:
-            what = "disk_full" if "full" in error.message else "cannot_save"
-            self._write_node_event(what, error.message)
-        self._say_once("state", f"{error.message}; training goes on without saving")
-
-    async def _save(self) -> None:
-        """All parts of one moment: the trainer's in the queue's turn, the rest of that moment."""
-        replica, trainer = self.replica, self.trainer
-        if replica is None or trainer is None:
-            return
-        path = self.state_folder.trainer_path()
-        moments: list[Moment] = []
-
-        async def save_trainer(moment: Moment) -> None:
-            await trainer.save(path)
-            moments.append(moment)
-
-        try:
-            await replica.at_rest(save_trainer)
-        except BaseException:
-            self.state_folder.give_up(path)
-            raise
-        await asyncio.to_thread(self.state_folder.save, self.run_id, self.block, moments[0], path)
 
     # Words.
 

@@ -2,9 +2,9 @@
 
 Decides what a resumed host needs, and that it is there whole or not at all: files are written
 under new names, then one small file that names them takes the place of the old one. All of them
-are of one moment (`replica.Moment`), so that nothing is counted twice or undone after a resume:
-the updates in flight are among them. What is read back is checked like a stranger's: the log is
-replayed from its snapshot to its head.
+are of one moment (`running_weights.Moment`), so that nothing is counted twice or undone after a
+resume: the updates in flight are among them. What is read back is checked like a stranger's: the
+log is replayed from its snapshot to its head.
 """
 
 from __future__ import annotations
@@ -25,7 +25,7 @@ from node.atomic import write_atomically
 from node.consensus import Consensus
 from node.fetch import Quanta
 from node.own_updates import OwnUpdate
-from node.replica import Moment
+from node.running_weights import Moment
 from protocol.errors import BlockswarmError
 from protocol.identity import peer_from_text
 from protocol.packing import pack, unpack

@@ -22,30 +22,26 @@ from node.catch_up import consensus_at
 from node.consensus import Consensus
 from node.exchange import Exchange, Held, ReplicaSettings
 from node.fetch import FetchError, LogFetcher, Peers, Quanta
-from node.own_updates import OwnUpdate, OwnUpdates
-from node.trainer import TrainerError
-from node.weights_queue import WeightsQueue
+from node.own_updates import OwnUpdate
+from node.running_weights import Moment, Parts, RunningWeights, Weights
 from protocol.identity import Identity, peer_text
 from protocol.messages import Purpose
 from protocol.payloads import SignedVote, seal_vote
 from swarm import actions as act
 from swarm.aggregate import (
-    QUANTUM_BITS,
     SCALE_ONE,
     FixedUpdate,
     Ints,
-    add_into,
     aggregate,
     apply_step,
     clip_scale,
     norm,
     norm_limit,
-    scaled,
     step_digest,
     to_fixed,
     weights_digest,
 )
-from swarm.feedback import only_ours, unsent
+from swarm.feedback import only_ours
 from swarm.flat import Floats
 from swarm.groups import MAX_GROUP
 from swarm.log import ConsensusLog, Contribution, Entry, MoveMode, genesis
@@ -58,16 +54,6 @@ _log = logging.getLogger(__name__)
 
 EVENTS_WAITING = 4096  # what strangers may make us remember to hear
 ASK_SHARE = 3  # one question of a catch-up may take a third of its time
-
-
-class Weights(Protocol):
-    """What is needed of the trainer."""
-
-    async def snapshot(self) -> Floats: ...
-
-    async def correct(self, change: Floats) -> None: ...
-
-    async def replace(self, flat: Floats) -> None: ...
 
 
 class Board(Protocol):
@@ -93,16 +79,6 @@ class Listener(Protocol):
     def weights_lost(self, why: str) -> None: ...
 
     def crowded(self) -> None: ...
-
-
-@dataclass(frozen=True)
-class Moment:
-    """A log, its consensus, and our updates in flight, when the running weights are at rest:
-    weights = consensus + unsent holds for exactly these three."""
-
-    log: ConsensusLog
-    consensus: Consensus
-    in_flight: dict[UpdateRef, OwnUpdate]
 
 
 @dataclass(frozen=True)
@@ -140,7 +116,7 @@ class Replica:
     ) -> None:
         self.settings, self.identity = settings, identity
         self.me = peer_text(identity.peer_id)
-        self.peers, self.board, self.trainer = peers, board, trainer
+        self.peers, self.board = peers, board
         self.run_time_s, self.listener = run_time_s, listener
         start = to_fixed(first_weights)
         first = genesis(settings.run_id.hex(), settings.block, weights_digest(start))
@@ -149,8 +125,7 @@ class Replica:
         self.consensus.prune(log)
         now = self._round_now()
         self.state = RoundState(self.me, settings.rules, log, warm_until=max(now, 0), round=now)
-        self.own = OwnUpdates()
-        self.weights = WeightsQueue(listener.weights_lost)
+        self.running = RunningWeights(trainer, listener.weights_lost)
         self.exchange = Exchange(settings, identity, peers, run_time_s, self.hear)
         self._computed: dict[bytes, _Computed] = {}
         self._prepared: _Prepared | None = None
@@ -180,7 +155,7 @@ class Replica:
         return self.exchange.votes_of(number)
 
     async def run(self) -> None:
-        """Take part until cancelled. Leaves no task behind but `weights.run`, which is yours."""
+        """Take part until cancelled. The tasks are ours but for `running.queue`'s."""
         try:
             while True:
                 now = self.run_time_s()
@@ -244,7 +219,7 @@ class Replica:
         """A new round: what belonged to older ones goes."""
         number = self.state.round
         self.exchange.forget_before(number - 1)
-        self.own.prune(self.state.log, self.state.in_flight)
+        self.running.own.prune(self.state.log, self.state.in_flight)
         self._heard = {p: seen for p, seen in self._heard.items() if seen >= number - 3}
         head = self.state.log.head.digest
         self._computed = {d: c for d, c in self._computed.items() if c.entry.parent == head}
@@ -253,29 +228,25 @@ class Replica:
     # Actions.
 
     def _carry_out(self, actions: Sequence[act.Action]) -> None:
-        parts: list[tuple[FixedUpdate, int]] = []  # what these add to the running weights
+        parts: Parts = []  # what these add to the running weights
         for action in actions:
             match action:
                 case act.Apply(entry):
                     parts.append((self._apply(entry), 1))
                 case act.Settle(ref, scale):
-                    parts += self._own_part(ref, scale, -1)
+                    parts += self.running.own_part(ref, scale, -1)
                 case act.ReturnToFeedback(ref, scale):
-                    parts += self._own_part(ref, scale, 1)
-                    self.own.returned(ref)
+                    parts += self.running.own_part(ref, scale, 1)
+                    self.running.own.returned(ref)
                 case act.MoveTo():
                     parts += self._move(action)
                 case act.MakeUpdate():
-                    self._correct(parts)
+                    self.running.correct(parts)
                     parts = []
                     self._make_update(action)
                 case _:
                     self._carry_out_one(action)
-        self._correct(parts)
-
-    def _own_part(self, ref: UpdateRef, scale: int, times: int) -> list[tuple[FixedUpdate, int]]:
-        made = self.own.get(ref)
-        return [(scaled(made.update, scale), times)] if made and scale else []
+        self.running.correct(parts)
 
     def _carry_out_one(self, action: act.Action) -> None:
         match action:
@@ -315,37 +286,19 @@ class Replica:
         if not task.cancelled() and (error := task.exception()) is not None:
             _log.error("a task of the replica failed", exc_info=error)
 
-    # The running weights.
-
-    def _correct(self, parts: list[tuple[FixedUpdate, int]]) -> None:
-        """Queue a correction of the running weights."""
-        if not parts:
-            return
-
-        async def correct() -> None:
-            change = await asyncio.to_thread(_summed, parts)
-            if change is not None:
-                await self.trainer.correct(change)
-
-        self.weights.put(correct)
+    # Our update.
 
     def _make_update(self, action: act.MakeUpdate) -> None:
-        consensus, log = self.consensus.weights, self.state.log
-        in_flight = [made.update for ref in action.in_flight if (made := self.own.get(ref))]
+        log = self.state.log
 
-        async def make() -> None:
-            running = await self.trainer.snapshot()
-            if not np.isfinite(running).all():
-                self.weights.lose("training diverged: weights that are not numbers")
-                return
-            rest = await asyncio.to_thread(unsent, running, consensus, in_flight)
+        async def use(rest: Ints) -> tuple[UpdateRef, OwnUpdate]:
             payload, update = await asyncio.to_thread(self.encode, rest, log, action.round)
             ref = UpdateRef(update_digest(payload), self.me)
-            self.own.add(ref, OwnUpdate(action.round, update, payload))
             self.exchange.keep(Held(ref, action.round, payload, update))
             self.hear(act.UpdateReady(action.round, ref, len(payload)))
+            return ref, OwnUpdate(action.round, update, payload)
 
-        self.weights.put(make)
+        self.running.make_update(self.consensus, action.in_flight, use)
 
     def encode(self, rest: Ints, log: ConsensusLog, number: int) -> tuple[bytes, FixedUpdate]:
         """Our update as it is sent, and as all decode it; no longer than what others take."""
@@ -358,48 +311,18 @@ class Replica:
         return payload, update
 
     async def at_rest(self, work: Callable[[Moment], Awaitable[None]]) -> None:
-        """Do something at a moment when weights and consensus belong together.
-
-        Raises what `work` raises, and `TrainerError` if the weights are lost.
-        """
-        log, consensus = self.state.log, self.consensus.copy()
-        done: asyncio.Future[None] = asyncio.get_running_loop().create_future()
-
-        async def now() -> None:
-            try:
-                await work(Moment(log, consensus, self.own.in_flight(log)))
-            except Exception as error:
-                if not done.done():
-                    done.set_exception(error)
-            else:
-                if not done.done():
-                    done.set_result(None)
-
-        def skipped() -> None:
-            if not done.done():
-                done.set_exception(TrainerError("the training process is not running"))
-
-        self.weights.put(now, skipped)
-        await done
+        """See `RunningWeights.at_rest`."""
+        await self.running.at_rest(self.state.log, self.consensus, work)
 
     def reset_weights(self) -> None:
-        """Set the running weights to the consensus and what is in flight: all else is lost."""
-        log, consensus = self.state.log, self.consensus.weights
-        self.own.keep_only(log)
-
-        async def reset() -> None:
-            total = consensus.astype(np.int64)
-            for made in self.own.in_flight(log).values():
-                add_into(total, made.update)
-            await self.trainer.replace((total * 2.0**-QUANTUM_BITS).astype(np.float32))
-
-        self.weights.put_reset(reset)
+        """See `RunningWeights.reset`."""
+        self.running.reset(self.state.log, self.consensus)
 
     def restore(self, moment: Moment) -> None:
         """Go on from a saved moment; the trainer has its weights already. Before `run`."""
         in_flight = {ref: made.round for ref, made in moment.in_flight.items()}
         self.consensus = moment.consensus
-        self.own.restore(moment.in_flight)
+        self.running.own.restore(moment.in_flight)
         self.state = replace(self.state, log=moment.log, in_flight=in_flight)
 
     # The consensus.
@@ -484,7 +407,7 @@ class Replica:
         pinned = tuple(by_digest[pin.entry] for pin in pins)
         return act.ConsensusFetched(action.target, remote.entries, pinned)
 
-    def _move(self, action: act.MoveTo) -> list[tuple[FixedUpdate, int]]:
+    def _move(self, action: act.MoveTo) -> Parts:
         """Carry out a prepared move; what it adds to the running weights."""
         ready, old = self._prepared, self.consensus
         assert ready is not None and ready.target == action.head.digest
@@ -499,11 +422,3 @@ class Replica:
         else:
             return []  # keep the weights: the whole difference is unsent
         return [(FixedUpdate(len(change), None, change), 1)]
-
-
-def _summed(parts: Sequence[tuple[FixedUpdate, int]]) -> Floats | None:
-    """The sum as floats, or None if it is nothing."""
-    total = np.zeros(parts[0][0].size, dtype=np.int64)
-    for part, times in parts:
-        add_into(total, part, times)
-    return (total * 2.0**-QUANTUM_BITS).astype(np.float32) if total.any() else None

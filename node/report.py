@@ -164,6 +164,9 @@ def analyse(name: str, logs: Sequence[Log], scale: Scale | None) -> RunReport:
     rounds = [e for e in events if isinstance(e, RoundEvent)]
     if scale is None:
         notes.append("no run.toml among the logs: the text seen is given in steps, not in bytes")
+    silent = {e.peer for e in events} - {e.peer for e in rounds}
+    if silent:
+        notes.append(f"hosts that closed no round, whose bytes are in no log: {len(silent)}")
     steps, step_notes = _steps(rounds, scale)
     counting, reason = _all_hosts(rounds, {event.peer for event in events})
     rows = _rows(rounds, steps, counting, events[0].time_s)

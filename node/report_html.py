@@ -47,8 +47,9 @@ figure > svg { width: 100%; height: auto; display: block; }
   padding: 0; font-size: 13px; color: var(--soft); }
 .swatch { width: 22px; height: 8px; margin-right: 6px; } .key { display: inline-block; width: 12px;
   height: 12px; border-radius: 2px; margin-right: 6px; vertical-align: -1px; }
-.scroll { overflow-x: auto; } table { border-collapse: collapse; font-size: 13.5px; width: 100%; }
-th, td { text-align: right; padding: 4px 7px; border-bottom: 1px solid var(--rule);
+.scroll { overflow-x: auto; margin: 8px 0 14px; }
+table { border-collapse: collapse; font-size: 13px; width: 100%; }
+th, td { text-align: right; padding: 4px 5px; border-bottom: 1px solid var(--rule);
   font-variant-numeric: tabular-nums; } th { color: var(--soft); font-weight: 600; }
 td { white-space: nowrap; } td.text, th.text { text-align: left; }
 td.wrap { white-space: normal; overflow-wrap: anywhere; } code { font-size: 12.5px; }

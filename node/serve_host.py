@@ -18,6 +18,7 @@ from typing import Any, Protocol
 import torch
 
 from node.cli_operator import emit
+from node.client import ClientPeers
 from node.fetch import Peers
 from node.follow import Follower, FollowSettings
 from node.model_folder import load_model, weights_digest
@@ -225,9 +226,7 @@ class ServingHost:
         feeding = asyncio.create_task(self._source().feed(server))
         announcing = asyncio.create_task(self._announce())
         try:
-            done, _ = await asyncio.wait(
-                {feeding, announcing}, return_when=asyncio.FIRST_EXCEPTION
-            )
+            done, _ = await asyncio.wait({feeding, announcing}, return_when=asyncio.FIRST_EXCEPTION)
             for task in done:
                 task.result()
         finally:
@@ -238,10 +237,7 @@ class ServingHost:
     def _source(self) -> Source:
         if self.settings.folder is not None:
             return FolderSource(self.settings.folder, self.settings.blocks)
-        from node.host import NetworkPeers  # a host that only serves a folder needs no trainer
-
-        peers = NetworkPeers(self.network)
-        settings = self.settings
+        settings, peers = self.settings, ClientPeers(self.network)
         return RunSource(
             self.run_file, self.run_id, self.network, peers, settings.blocks, settings.device
         )

@@ -18,6 +18,7 @@ from protocol.limits import SWEEP_BUDGET_MAX_S, SWEEP_ID_BYTES
 from protocol.serving import Mode, Sweep, Trouble
 from swarm.generate import Sampling
 from swarm.route import Route
+from swarm.sweep import byte_scores
 from swarm.writer import Ask, SweepWriter, VerifiedWriter
 
 ATTEMPTS = 6  # at one sweep; every one takes another way
@@ -43,7 +44,7 @@ class Figures:
     failures: int = 0
     seconds: float = 0.0
     first_s: float = 0.0  # until the first bytes were there
-    score_nats: float = 0.0  # log-probability of the output under the composed model
+    score_nats: float = 0.0  # log-probability of the output, under the sampling if there is one
     missing: tuple[int, ...] = ()
     path: tuple[bytes, ...] = ()
 
@@ -93,8 +94,9 @@ class Output:
                 log_probs = torch.from_numpy(outcome.log_probs.copy())
                 q = torch.from_numpy(outcome.drafted[0].copy())
                 piece = writer.hear_sampled(drafted, q, log_probs)
-                chosen = torch.tensor(list(piece))[:, None]
-                self.figures.score_nats += float(log_probs[: len(piece)].gather(1, chosen).sum())
+                chosen = torch.tensor(list(piece))
+                scores = byte_scores(log_probs[: len(piece)], chosen, order.sampling)
+                self.figures.score_nats += float(scores.sum())
             yield piece
 
     # --- one sweep, until it comes back ----------------------------------------------------------

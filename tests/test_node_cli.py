@@ -121,7 +121,7 @@ def test_help_and_version(cli: Cli) -> None:
     for arguments in ((), ("--help",), ("-h",)):
         result = cli(*arguments)
         assert result.code == 0 and "blockswarm train -o model/" in result.out
-    for command in ("train", "eval", "generate", "probe", "demo"):
+    for command in ("train", "eval", "generate", "probe"):
         result = cli(command, "--help")
         assert result.code == 0 and "--threads" in result.out and result.err == ""
 

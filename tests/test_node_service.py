@@ -9,13 +9,13 @@ from typing import Any, TypeVar
 import pytest
 
 from node.gate import Gate
-from node.service import AGENT, Reply, Service, Status, purpose_of, serve_basics
+from node.service import AGENT, Reply, Service, Status, serve_basics
 from protocol import frames, messages
 from protocol.frames import BytesLike, Channel, Chunks, Deadline, Stalled, content_digest
 from protocol.identity import generate
 from protocol.ledger import Ledger
 from protocol.limits import BLOCK_NONE, EXCHANGES_PER_STREAM
-from protocol.messages import ErrorCode, Message, Purpose
+from protocol.messages import ErrorCode, Message, Purpose, purpose_of
 from protocol.payloads import unpack_records
 from protocol.records import Record, Role, SignedRecord, seal
 

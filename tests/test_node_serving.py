@@ -142,7 +142,9 @@ def test_outputs_at_the_same_time(tmp_path: Path, relay_model: ComposedModel) ->
     async def main() -> None:
         async with swarm(tmp_path, relay_model) as s:
             client = await s.client()
-            orders = [written(client, bytes([n]), 9, Sampling(1.0, seed=n), drafts=3) for n in range(12)]
+            orders = [
+                written(client, bytes([n]), 9, Sampling(1.0, seed=n), drafts=3) for n in range(12)
+            ]
             orders += [written(client, bytes([n]), 9, draft_length=4) for n in range(6)]
             outputs = await asyncio.gather(*orders)
             for n, (text, _) in enumerate(outputs[12:]):
@@ -327,5 +329,3 @@ def test_hosts_keep_two_versions(tmp_path: Path, relay_model: ComposedModel) -> 
             assert [served.version.round for served in server._served.values()] == [4, 5]
 
     run(main(), 60)
-
-
