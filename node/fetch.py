@@ -9,6 +9,7 @@ from __future__ import annotations
 
 import asyncio
 from collections.abc import Sequence
+from contextlib import suppress
 from dataclasses import dataclass, field
 from typing import Protocol, TypeVar
 
@@ -130,11 +131,12 @@ class LogFetcher:
                 _, payload = await self.peers.ask(
                     donor, request, messages.AggregateReply, self.ask_s, most
                 )
-                updates = unpack_updates(payload, self.codec.max_bytes)
             except WireError:
                 continue
-            if [content_digest(update) for update in updates] == included:
-                return updates
+            with suppress(WireError):  # what came whole and is not even a list is a lie too
+                updates = unpack_updates(payload, self.codec.max_bytes)
+                if [content_digest(update) for update in updates] == included:
+                    return updates
             self.liars.append(donor)
         raise FetchError(f"no replica gave the aggregate of round {entry.round}", self.liars)
 

@@ -1,7 +1,7 @@
 """When a host's state is written, and what happens if it cannot be.
 
 Decides that it is saved after every round (kill -9 loses at most the running one) unless that
-takes more than a tenth of the time, and that a full disk or a folder of somebody else's is said
+takes more than a quarter of the time, and that a full disk or a folder of somebody else's is said
 once and stops nobody. The files are `host_state`'s, the moment is `replica`'s.
 """
 
@@ -22,7 +22,7 @@ from swarm.updates import UpdateCodec
 
 _log = logging.getLogger(__name__)
 
-SAVING_SHARE = 10  # at most a tenth of the time goes into saving
+SAVING_SHARE = 4  # at most a quarter of the time goes into saving
 
 
 class Saver:

@@ -48,6 +48,7 @@ WAITING_MAX = 32  # sweeps in the queue
 HELD_MAX_BYTES = 256 << 20  # payloads of all sweeps that are here
 BATCH_MAX = 16  # sweeps that go through a block together
 SESSIONS_MAX = 64
+SESSIONS_MAX_BYTES = 1 << 30  # keys and values of all sessions with full contexts
 SESSION_IDLE_S = 60.0
 _FIRST_GUESS_S = 0.1
 _MEMORY = 0.2
@@ -116,6 +117,7 @@ class BlockServer:
         self._waiting: deque[Job] = deque()
         self._jobs: dict[bytes, Job] = {}
         self._sessions: OrderedDict[tuple[bytes, bytes, bytes], Session] = OrderedDict()
+        self._sessions_max = max(2, min(SESSIONS_MAX, SESSIONS_MAX_BYTES // session_bytes(run)))
         self._held_bytes = 0
         self._wake = asyncio.Event()
         self._thread = ThreadPoolExecutor(1, thread_name_prefix="serving")
@@ -224,7 +226,10 @@ class BlockServer:
         while True:
             if not self._waiting:
                 self._wake.clear()
-                await self._wake.wait()
+                with contextlib.suppress(TimeoutError):
+                    async with asyncio.timeout(SESSION_IDLE_S):
+                        await self._wake.wait()
+                self._forget_sessions()
             jobs = self._next_batch()
             if not jobs:
                 continue
@@ -292,21 +297,25 @@ class BlockServer:
         sweep = job.sweep
         if sweep.mode != Mode.VERIFY:
             return None
-        now_s = time.monotonic()
-        for key in [k for k, s in self._sessions.items() if now_s - s.used_s > SESSION_IDLE_S]:
-            del self._sessions[key]
+        self._forget_sessions()
         session = self._session_of(sweep, job.client)
         if session is None:
             if sweep.start:
                 raise Refused(ErrorCode.NOT_FOUND, "no such session here (any more)")
             session = Session(self._served[job.hop.digest].module.new_cache())
         key = (job.client, sweep.session, job.hop.digest)
-        session.used_s = now_s
+        session.used_s = time.monotonic()
         self._sessions[key] = session
         self._sessions.move_to_end(key)
-        while len(self._sessions) > SESSIONS_MAX:
+        while len(self._sessions) > self._sessions_max:
             self._sessions.popitem(last=False)
         return session
+
+    def _forget_sessions(self) -> None:
+        """Those of clients that went away, or are through."""
+        oldest_s = time.monotonic() - SESSION_IDLE_S
+        for key in [k for k, session in self._sessions.items() if session.used_s < oldest_s]:
+            del self._sessions[key]
 
     def _spawn(self, work: Coroutine[Any, Any, None]) -> None:
         task = asyncio.create_task(work)
@@ -317,3 +326,9 @@ class BlockServer:
         self._carrying.discard(task)
         if not task.cancelled() and (error := task.exception()) is not None:
             _log.error("a sweep was lost", exc_info=error)
+
+
+def session_bytes(run: Run) -> int:
+    """Keys and values of one full context in one block."""
+    shape = run.model
+    return 2 * 4 * shape.layers * shape.width * shape.context

@@ -17,7 +17,7 @@ from node.sweep_streams import StreamPool, exchange
 from protocol.errors import WireError
 from protocol.frames import Busy, Deadline, Refused
 from protocol.messages import ErrorCode, Message
-from protocol.serving import Hop, Sweep, SweepHanded, SweepTaken, SweepWait
+from protocol.serving import Hop, Mode, Sweep, SweepHanded, SweepTaken, SweepWait
 
 REPORT_S = 5.0  # for a result or a failure on its way to the client
 BUSY_WAIT_MIN_S = 0.05
@@ -86,7 +86,8 @@ class Handover:
         if not self.network.discovery.book.addresses(peer):
             with suppress(WireError):  # only peers with a signed record are dialled
                 await self.network.replicas(sweep.block)
-        async with self.pool.lease(peer, sweep.hop_s, sweep.block) as channel:
+        keep = sweep.place > 0 or sweep.mode == Mode.VERIFY  # a client's whole output is one sweep
+        async with self.pool.lease(peer, sweep.hop_s, sweep.block, keep) as channel:
             await exchange(channel, sweep, SweepTaken, payload)
             on_taken(peer)
             channel.deadline = Deadline.after(sweep.hop_s, sweep.hop_s)

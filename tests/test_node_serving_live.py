@@ -1,4 +1,4 @@
-"""Serving by real processes from one model folder: equal to local generation, also after kill -9."""
+"""Serving by real processes from a model folder: equal to local generation, also after kill -9."""
 
 from __future__ import annotations
 

@@ -336,6 +336,8 @@ def test_the_spec_names_every_kind_field_and_code() -> None:
     for field in dataclasses.fields(Vote):
         assert f"`{field.metadata['name']}`" in body
     for kind, limit in PAYLOAD_MAX_BYTES.items():
+        if 64 <= kind < 96:
+            continue  # test_protocol_serving.py
         row = next(line for line in spec.splitlines() if f", {kind.name} | 0, " in line)
         unit = "MiB" if limit % 2**20 == 0 else "KiB"
         assert row.endswith(f"| 0, {limit >> (20 if unit == 'MiB' else 10)} {unit} |")

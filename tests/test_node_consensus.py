@@ -1,0 +1,76 @@
+"""A block's consensus in memory: steps forward and back, what is kept, what can be served."""
+
+from __future__ import annotations
+
+from pathlib import Path
+
+import numpy as np
+import pytest
+from chains import CODEC, EVERY, FIRST, Chain, identity
+
+from node.consensus import Consensus
+from swarm.aggregate import to_fixed, weights_digest
+from swarm.log import LogError
+from swarm.updates import from_shards
+
+
+@pytest.fixture
+def chain(tmp_path: Path) -> Chain:
+    return Chain(identity(tmp_path))
+
+
+def test_following_gives_the_same_bits_and_rolling_back_undoes_them(chain: Chain) -> None:
+    chain.grow(EVERY - 1)
+    follower = Consensus(to_fixed(FIRST), CODEC, 0)
+    versions = [follower.weights]
+    for entry in chain.log.entries[1:]:
+        follower.follow(entry, chain.consensus.updates[entry.digest])
+        versions.append(follower.weights)
+        assert weights_digest(follower.weights) == entry.weights
+    newest_first = chain.log.entries[:0:-1]
+    there = follower.before(newest_first)
+    assert there is not None and np.array_equal(there, versions[0])
+    for entry, version in zip(newest_first, versions[-2::-1], strict=True):
+        follower.roll_back(entry)
+        assert np.array_equal(follower.weights, version)
+    assert follower.before(newest_first) is None  # the steps are gone
+
+
+def test_a_step_that_does_not_lead_to_its_entry_is_refused(chain: Chain) -> None:
+    chain.grow(2)
+    follower = Consensus(to_fixed(FIRST), CODEC, 0)
+    second = chain.log.entries[2]
+    with pytest.raises(LogError):
+        follower.follow(second, chain.consensus.updates[second.digest])
+    with pytest.raises(LogError):
+        follower.restart(second, follower.weights)
+    assert weights_digest(follower.weights) == chain.log.entries[0].weights
+
+
+def test_memory_is_bounded_and_all_since_the_older_snapshot_is_there(chain: Chain) -> None:
+    for _ in range(30):
+        chain.grow(1)
+        consensus, log = chain.consensus, chain.log
+        assert len(consensus.snapshots) <= 2
+        assert len(consensus.steps) <= 2 * EVERY and len(consensus.updates) <= 2 * EVERY
+        found = consensus.oldest_start(log)
+        assert found is not None
+        start, snapshot = found
+        assert start == log.pinned()[0]
+        again = Consensus(to_fixed(FIRST), CODEC, 0)
+        again.restart(start, from_shards([bytes(s) for s in snapshot.shards], CODEC.size))
+        again.go_on(log, start, consensus.updates)
+        assert np.array_equal(again.weights, consensus.weights)
+        # Whoever starts from there judges the next updates alike, and can be a donor in turn.
+        ours, theirs = consensus.trend(log), again.trend(log)
+        assert ours is not None and theirs is not None and ours.same_as(theirs)
+        assert set(again.snapshots) == set(consensus.snapshots)
+        assert again.oldest_start(log) is not None
+
+
+def test_a_copy_stays_as_it_was(chain: Chain) -> None:
+    chain.grow(3)
+    then, weights = chain.consensus.copy(), chain.consensus.weights
+    steps = set(then.steps)
+    chain.grow(9)
+    assert then.weights is weights and set(then.steps) == steps

@@ -1,0 +1,104 @@
+"""Following the log of another block: chosen rounds, liars, forks, and nobody there."""
+
+from __future__ import annotations
+
+from collections.abc import Sequence
+from pathlib import Path
+
+import numpy as np
+import pytest
+from chains import CODEC, EVERY, FIRST, RUN, Chain, Donors, identity, run
+
+from node.fetch import FetchError
+from node.follow import Follower, FollowSettings
+from protocol.messages import Message, Purpose
+
+
+@pytest.fixture
+def chain(tmp_path: Path) -> Chain:
+    return Chain(identity(tmp_path))
+
+
+def follower_of(donors: Donors, names: Sequence[str]) -> Follower:
+    async def find(block: int) -> Sequence[str]:
+        return names
+
+    settings = FollowSettings(RUN, 0, CODEC, EVERY, Purpose.RELAY, ask_s=1.0)
+    return Follower(settings, FIRST, donors, find)
+
+
+def test_round_after_round_costs_only_aggregates(chain: Chain) -> None:
+    donors = Donors(a=chain)
+    follower = follower_of(donors, ["a"])
+    for _ in range(10):
+        chain.grow(1)
+        assert run(follower.advance())
+        assert follower.round == chain.log.head.round
+        assert np.array_equal(follower.consensus.weights, chain.consensus.weights)
+    assert not run(follower.advance())
+    assert {kind for _, kind in donors.asked} == {"LogRequest", "AggregateRequest"}
+    assert len(follower.consensus.steps) <= 2 * EVERY
+
+
+def test_it_stops_at_the_round_that_was_asked_for(chain: Chain) -> None:
+    chain.grow(6)
+    follower = follower_of(Donors(a=chain), ["a"])
+    assert run(follower.advance(3))
+    assert follower.round == 3
+    assert run(follower.advance(5)) and follower.round == 5
+
+
+def test_a_long_missed_copy_starts_from_a_snapshot(chain: Chain) -> None:
+    donors = Donors(a=chain)
+    follower = follower_of(donors, ["a"])
+    chain.grow(20)
+    assert run(follower.advance())
+    assert "ShardRequest" in {kind for _, kind in donors.asked}
+    assert np.array_equal(follower.consensus.weights, chain.consensus.weights)
+
+
+def test_what_most_donors_have_wins_over_one_with_more_rounds(chain: Chain) -> None:
+    chain.grow(3)
+    liar = chain.fork(9).grow(5)
+    follower = follower_of(Donors(liar=liar, a=chain, b=chain), ["liar", "a", "b"])
+    assert run(follower.advance())
+    assert follower.log.head == chain.log.head
+
+
+def test_it_leaves_a_branch_that_was_given_up(chain: Chain) -> None:
+    chain.grow(3)
+    branch = chain.fork(9).grow(1)
+    donors = Donors(a=branch)
+    follower = follower_of(donors, ["a"])
+    assert run(follower.advance())
+    donors.add("a", chain.grow(2))
+    assert run(follower.advance())
+    assert follower.log.head == chain.log.head
+
+
+def test_a_liar_is_not_asked_again_and_the_copy_stays(chain: Chain) -> None:
+    donors = Donors(bad=chain)
+    follower = follower_of(donors, ["bad"])
+    chain.grow(2)
+
+    def nonsense(request: Message, payload: bytes) -> bytes:
+        return b"\x91\xc4\x01x" if type(request).__name__ == "AggregateRequest" else payload
+
+    donors.spoil = {"bad": nonsense}
+    with pytest.raises(FetchError):
+        run(follower.advance())
+    assert follower.round == -1 and follower.liars == {"bad"}
+    with pytest.raises(FetchError):
+        run(follower.advance())
+    assert donors.asked.count(("bad", "AggregateRequest")) == 1
+
+
+def test_nobody_there_leaves_the_copy_as_it_is(chain: Chain) -> None:
+    donors = Donors(a=chain)
+    follower = follower_of(donors, ["a"])
+    chain.grow(2)
+    run(follower.advance())
+    donors.down = {"a"}
+    with pytest.raises(FetchError):
+        run(follower.advance())
+    assert follower.round == 1
