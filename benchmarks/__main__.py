@@ -10,7 +10,7 @@ import sys
 
 from benchmarks import docs
 
-ALL = ("codec", "transport", "footprint", "quality")
+ALL = ("codec", "transport", "footprint", "gb_per_nat", "quality")
 
 
 def main() -> None:

@@ -21,9 +21,15 @@ if TYPE_CHECKING:
     type=click.Path(path_type=Path),
     default=Path("runs/demo"),
     show_default=True,
-    help="Where everything goes.",
+    help="Folder for the hosts, the model and the report; what is there is replaced.",
 )
-@click.option("--rounds", type=click.IntRange(4, 1000), default=24, show_default=True)
+@click.option(
+    "--rounds",
+    type=click.IntRange(4, 1000),
+    default=24,
+    show_default=True,
+    help="Rounds of 6 seconds to train for.",
+)
 @click.option("--json", "as_json", is_flag=True, help="One JSON object on stdout.")
 def demo(out: Path, rounds: int, as_json: bool) -> None:
     """Start a seed and six workers on four blocks, train, exchange, assemble, let it write.
@@ -43,6 +49,7 @@ def demo(out: Path, rounds: int, as_json: bool) -> None:
     written = write_text(composed, "def ", 200, Sampling(), None)
     found["text"] = written["prompt"] + written["text"]
     found["ce_before_nats"] = _ce_before(run)
+    found["report"] = str(_report(out))
     if as_json:
         print_json(found)
     else:
@@ -52,9 +59,21 @@ def demo(out: Path, rounds: int, as_json: bool) -> None:
 demo_commands = (demo,)
 
 
+def _report(out: Path) -> Path:
+    """The report of the hosts' event logs, as `blockswarm report` would make it."""
+    from node.cli_reporting import load_run
+    from node.report_html import page
+    from node.report_logs import Budget
+
+    path = out / "report.html"
+    path.write_text(page([load_run(out / "hosts", "demo", Budget())]))
+    return path
+
+
 def _ce_before(run: RunFile) -> float:
     """CE of the run's first weights, on the text that the assembly is judged by."""
     from node.data import load_corpus
+    from node.demo import EVALUATION_BYTES
     from node.local_training import held_out_batches
     from swarm.composition import ComposedModel
     from swarm.evaluate import honest_ce
@@ -62,7 +81,7 @@ def _ce_before(run: RunFile) -> float:
 
     blocks = [initial_block(run.run, index) for index in range(run.run.model.blocks)]
     corpus = load_corpus(run.data.spec)
-    batches = held_out_batches(corpus, "test", run.run.model.context, 8192)
+    batches = held_out_batches(corpus, "test", run.run.model.context, EVALUATION_BYTES)
     return honest_ce(ComposedModel(run.run, blocks), batches).ce_nats
 
 
@@ -80,5 +99,5 @@ def _print(found: dict[str, Any]) -> None:
     if gained > 0:
         print(f"GB per nat: {moved / 1e9 / gained:.5f}")
     print(f"updates included: {found['updates_included']} of {found['updates_sent']}")
-    print(f"{found['seconds']:.0f} seconds; model folder {found['model']}")
+    print(f"{found['seconds']:.0f} seconds; model {found['model']}, report {found['report']}")
     print(f"\na text it wrote:\n{found['text']}")

@@ -26,7 +26,7 @@ if TYPE_CHECKING:
 
 C = TypeVar("C", bound=Any)
 
-RUN, JOINED = "run.toml", "joined.txt"
+RUN, JOINED, PORT = "run.toml", "joined.txt", "port"
 START_DELAY_S = 2  # from `seed` to the first round
 
 
@@ -41,6 +41,7 @@ def _host_options(command: C) -> C:
         click.option("--device", default="auto", show_default=True, help="auto, cpu, cuda, mps."),
         click.option("--threads", type=int, help="CPU threads of the training process."),
         click.option("--max-memory", type=float, help="GB that the training may take."),
+        click.option("--max-gb-per-day", type=float, help="GB moved per day, both ways together."),
         click.option("--json", "as_json", is_flag=True, help="Events as JSON lines on stdout."),
         click.option("--verbose", is_flag=True, help="Say what happens inside."),
     ):
@@ -73,6 +74,7 @@ def join(address: tuple[str, ...], folder: Path | None, **options: Any) -> None:
     """Join a run through the ADDRESS of any of its peers (several are better than one).
 
     Nothing else is needed: the run says what to train on. Ctrl-C leaves; the same command goes on.
+    SIGUSR1 pauses its training, SIGUSR2 lets it go on.
     """
     from swarm.runfile import run_id
 
@@ -102,11 +104,9 @@ def _take_part(
         say(f"run {run.name} ({run_id(text).hex()[:16]}): {run.run.model.blocks} blocks")
         say(f"this will take about {memory / 1e9:.1f} GB of memory and {traffic:.1f} GB a day")
     _make(home)
-    daemon = DaemonSettings(
-        home / "identity",
-        port=options["port"],
-        hosts=tuple(options["listen"]) or ALL_INTERFACES,
-    )
+    hosts = tuple(options["listen"]) or ALL_INTERFACES
+    port = options["port"] or _port_of_before(home, hosts)
+    daemon = DaemonSettings(home / "identity", port=port, hosts=hosts)
     network = NetworkSettings(
         daemon,
         run_id(text),
@@ -125,6 +125,7 @@ def _take_part(
         options["threads"],
         int(limit * 1e9) if limit else 1 << 60,
         is_seed,
+        None if options["max_gb_per_day"] is None else int(options["max_gb_per_day"] * 1e9),
     )
     host = Host(settings, say)
     _run_loop(_until_stopped(host, options["as_json"]))
@@ -145,6 +146,8 @@ async def _until_stopped(host: Host, as_json: bool) -> None:
 
     for number in (signal.SIGINT, signal.SIGTERM):
         loop.add_signal_handler(number, stop, number)
+    loop.add_signal_handler(signal.SIGUSR1, host.pause, True)
+    loop.add_signal_handler(signal.SIGUSR2, host.pause, False)
 
     def show(event: Any) -> None:
         if as_json:
@@ -170,10 +173,40 @@ async def _invite(host: Host, as_json: bool) -> None:
         with contextlib.suppress(BlockswarmError):
             lines = await host.network.invitations()
             if lines:
+                _keep_port(host)
                 say("others join with:")
                 for line in lines:
                     say(f"  blockswarm join {line}")
                 return
+
+
+def _keep_port(host: Host) -> None:
+    """The addresses that others know of us stay right over a restart."""
+    from node.atomic import StorageError, write_atomically
+
+    text = str(host.network.daemon.port).encode()
+    with contextlib.suppress(StorageError):
+        write_atomically(host.settings.folder / PORT, lambda half: _write(half, text))
+
+
+def _port_of_before(home: Path, hosts: tuple[str, ...]) -> int:
+    """The port that this host had, if it is free; after a crash its p2pd holds it for a while."""
+    from node.daemon import ORPHAN_S, DaemonError, PortInUse, free_port
+
+    try:
+        port = int((home / PORT).read_text())
+    except (OSError, ValueError):
+        return 0
+    end_s = time.monotonic() + ORPHAN_S + 2.0
+    while True:
+        try:
+            return free_port(hosts, port)[1]
+        except PortInUse:
+            if time.monotonic() > end_s:
+                return 0
+            time.sleep(0.2)
+        except (DaemonError, OverflowError):
+            return 0
 
 
 def _line(event: Any) -> str:

@@ -59,6 +59,7 @@ class Copies:
                 ask_s=run_file.rounds.period_s / 2,
             )
             self.followers[other] = Follower(settings, initial_flat(run, other), peers, donors)
+        self.muted = False  # over its budget
         self._number = -1
         self._began = asyncio.Event()
 
@@ -90,7 +91,7 @@ class Copies:
             self._began.clear()
             number = self._number
             await asyncio.sleep(max(0.0, self._ready_s(number) - self.run_time_s()))
-            while number == self._number:
+            while number == self._number and not self.muted:
                 await self._renew(number)
                 if not any(self.ages(number)):
                     break

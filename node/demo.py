@@ -33,6 +33,8 @@ ROUNDS = 24
 PERIOD_S = 6.0
 START_S = 120.0
 LEAVE_S = 12.0
+ASSEMBLE_S = 240.0  # a busy machine; seconds on an idle one
+EVALUATION_BYTES = 32768
 
 
 class DemoError(BlockswarmError):
@@ -227,8 +229,13 @@ def _watch(swarm: DemoSwarm, until_round: int, say: Callable[[str], None]) -> No
 def assemble(address: str, model: Path) -> dict[str, Any]:
     shutil.rmtree(model, ignore_errors=True)
     command = [sys.executable, "-m", "node.cli", "assemble", address, "-o", str(model)]
-    command += ["--fit", "--json", "--evaluate-bytes", "32768"]
-    done = subprocess.run(command, capture_output=True, text=True, check=False, timeout=START_S)
+    command += ["--fit", "--json", "--threads", "1", "--evaluate-bytes", str(EVALUATION_BYTES)]
+    try:
+        done = subprocess.run(
+            command, capture_output=True, text=True, check=False, timeout=ASSEMBLE_S
+        )
+    except subprocess.TimeoutExpired:
+        raise DemoError(f"the assembly took longer than {ASSEMBLE_S:.0f} s") from None
     if done.returncode:
         raise DemoError(f"the assembly failed: {done.stderr.strip()[-400:]}")
     facts: dict[str, Any] = json.loads(done.stdout.strip().splitlines()[-1])

@@ -21,6 +21,7 @@ from typing import TypeVar
 from node.atomic import StorageError
 from node.block_choice import choose_block
 from node.board import ReplicaBoard
+from node.budget import DailyBudget
 from node.copies import Copies
 from node.discovery import parse_seeds
 from node.event_log import EventLog
@@ -72,6 +73,7 @@ class HostSettings:
     threads: int | None = None
     memory_bytes: int = 1 << 60
     seed: bool = False  # announce ourselves as a peer to join through
+    bytes_per_day: int | None = None  # both ways; beyond it the host trains on and moves no bulk
 
 
 class NetworkPeers:
@@ -120,6 +122,8 @@ class Host:
         self.replica: Replica | None = None
         self.trainer: Trainer | None = None
         self.copies: Copies | None = None
+        self.budget = DailyBudget(settings.bytes_per_day)
+        self.paused = False
         self._lost_trainer = asyncio.Event()
         self._trouble: set[str] = set()  # what was said already
         self._tasks: set[asyncio.Task[None]] = set()
@@ -290,6 +294,7 @@ class Host:
             try:
                 await trainer.start()
                 await trainer.renew_copies(copies.weights())
+                await trainer.pause(self.paused)
             except TrainerError as error:
                 self._say_once("trainer", error.message)
                 await asyncio.sleep(backoff.wait_s(attempt, random.Random()))
@@ -312,11 +317,36 @@ class Host:
     # What the replica says: see `replica.Listener`.
 
     def round_began(self, number: int) -> None:
+        self._mind_budget()
         self._give_steps(number)
         if self.copies is not None:
             self.copies.begin(number)
         if number % CLOCK_EVERY_ROUNDS == 0:
             self._spawn(self._sample_clocks())
+
+    def _mind_budget(self) -> None:
+        """Over the budget of the day: train on, exchange nothing until there is room again."""
+        counts = self.network.ledger.by_purpose().values()
+        over = self.budget.over(time.monotonic(), sum(c.bytes_in + c.bytes_out for c in counts))
+        replica, copies = self.replica, self.copies
+        if replica is None or copies is None or replica.muted == over:
+            return
+        replica.muted = copies.muted = over
+        self.say(
+            "over the budget of the day: training on, exchanging nothing"
+            if over
+            else "within the budget again: exchanging"
+        )
+        self._write_node_event("over_budget" if over else "within_budget")
+
+    def pause(self, paused: bool) -> None:
+        """Stop training, or go on. The host stays a replica: it hears, votes and serves."""
+        if self.trainer is None or paused == self.paused:
+            return
+        self.paused = paused
+        self._spawn(self.trainer.pause(paused))
+        self.say("training is paused" if paused else "training goes on")
+        self._write_node_event("paused" if paused else "unpaused")
 
     def reported(self, report: act.Report, update_bytes: int) -> None:
         assert self.replica is not None

@@ -127,6 +127,7 @@ class Replica:
         self.state = RoundState(self.me, settings.rules, log, warm_until=max(now, 0), round=now)
         self.running = RunningWeights(trainer, listener.weights_lost)
         self.exchange = Exchange(settings, identity, peers, run_time_s, self.hear)
+        self.muted = False  # over its budget: it hears and trains, and moves no bulk
         self._computed: dict[bytes, _Computed] = {}
         self._prepared: _Prepared | None = None
         self._heard: dict[str, int] = {}  # the others of this block -> last heard in this round
@@ -243,10 +244,21 @@ class Replica:
                 case act.MakeUpdate():
                     self.running.correct(parts)
                     parts = []
-                    self._make_update(action)
+                    if not self.muted:
+                        self._make_update(action)
+                case _ if self.muted and not isinstance(action, act.Aggregate | act.Report):
+                    self._keep_quiet(action)
                 case _:
                     self._carry_out_one(action)
         self.running.correct(parts)
+
+    def _keep_quiet(self, action: act.Action) -> None:
+        """No record, no vote (an empty one would count against the others), no transfer."""
+        match action:
+            case act.Pull(ref):
+                self.hear(act.PullFailed(ref))
+            case act.FetchConsensus(target):
+                self.hear(act.FetchFailed(target))
 
     def _carry_out_one(self, action: act.Action) -> None:
         match action:

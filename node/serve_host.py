@@ -177,9 +177,19 @@ def serve_weights(
 
 
 def versions_kept(run: Run) -> int:
-    """Staggered versions reach back one round per block; the swarm can use no older ones."""
+    """Staggered versions reach back one round per block; one more for requests under way."""
     staggered = run.model.relays and run.training.staggered
-    return max(VERSIONS_KEPT, run.model.blocks) if staggered else VERSIONS_KEPT
+    return max(VERSIONS_KEPT, run.model.blocks + 1) if staggered else VERSIONS_KEPT
+
+
+def serve_block(network: Network, run_id: bytes, run: Run) -> BlockServer:
+    """For a host that trains: answer sweeps from now on, with whatever `serve_weights` offers.
+
+    Its records must have the role SERVER besides; `stop` the server before the network.
+    """
+    server = BlockServer(network, run_id, run, versions_kept=versions_kept(run))
+    server.start()
+    return server
 
 
 @dataclass(frozen=True)

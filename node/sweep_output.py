@@ -8,6 +8,7 @@ from __future__ import annotations
 
 import secrets
 import time
+from collections import Counter
 from collections.abc import AsyncIterator
 from dataclasses import dataclass
 
@@ -55,6 +56,7 @@ class Output:
     def __init__(self, client: SweepClient, order: Order) -> None:
         self.client, self.order, self.figures = client, order, Figures()
         self._left_out: set[int] = set()
+        self._refusals: Counter[int] = Counter()  # block -> sweeps that nobody took there
         self._keep: dict[int, bytes] = {}  # block -> who has the caches
         self._session = secrets.token_bytes(SWEEP_ID_BYTES)
 
@@ -108,7 +110,7 @@ class Output:
             try:
                 result = await self.client.send(route, self._sweep(route, ask), ask.context)
             except SweepTrouble as error:
-                self._around(error, attempt)
+                self._around(error)
                 if isinstance(writer, VerifiedWriter):
                     writer.restart()
                 continue
@@ -123,7 +125,7 @@ class Output:
     async def _distrusts(self, route: Route, result: Result) -> bool:
         if not await self.client.distrust_gaps(route, result):
             return False
-        self._around(SweepTrouble("a block was left out although its host answers"), 0)
+        self._around(SweepTrouble("a block was left out although its host answers"))
         return True
 
     def _sweep(self, route: Route, ask: Ask) -> Sweep:
@@ -150,20 +152,23 @@ class Output:
             hop_s=hop_s,
         )
 
-    def _around(self, error: SweepTrouble, attempt: int) -> None:
+    def _around(self, error: SweepTrouble) -> None:
         """Look around again; do without a block that nobody takes even so."""
         self.figures.failures += 1
         self._keep.clear()
         self._session = secrets.token_bytes(SWEEP_ID_BYTES)
-        if error.trouble == Trouble.NO_SESSION:
-            return  # somebody was restarted, or forgot us: the same way, from the beginning
-        self.client.say(f"a sweep failed ({error.message}); trying another way")
-        if error.trouble == Trouble.NOBODY and error.block is not None and attempt:
-            self._leave_out(error.block)
         self.client.look_again()
+        if error.trouble == Trouble.NO_SESSION:
+            return  # somebody was restarted, has newer weights, or forgot us: from the beginning
+        self.client.say(f"a sweep failed ({error.message}); trying another way")
+        if error.trouble == Trouble.NOBODY and error.block is not None:
+            self._refusals[error.block] += 1
+            if self._refusals[error.block] > 1:
+                self._leave_out(error.block)
 
     def _arrived(self, route: Route, result: Result) -> None:
         self.figures.traversals += 1
+        self._refusals.clear()
         self.figures.path = result.path
         for block in result.missing:  # the caches know nothing of it: it stays out
             self._leave_out(block)

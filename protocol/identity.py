@@ -176,7 +176,7 @@ def _lock(path: Path) -> int:
         os.close(lock_fd)
         raise IdentityInUse(
             f"another process uses the identity {path}",
-            "stop it, or give this one its own file with --identity",
+            "stop it, or give this one a folder of its own with --folder",
         ) from None
     except BaseException:
         os.close(lock_fd)

@@ -122,6 +122,13 @@ def test_a_host_alone_trains_on_whatever_dies_under_it(tmp_path: Path) -> None:
         os.kill(host.members()["p2pd"], signal.SIGKILL)
         decided(last_round(host) + 3)
 
+        # A pause: it stays a replica, and does no steps.
+        host.signal(signal.SIGUSR1)
+        until_event(host, "paused")
+        host.until(lambda: host.events("round")[-1]["steps"] == 0, LIMIT_S)
+        host.signal(signal.SIGUSR2)
+        until_event(host, "unpaused")
+
         # A full disk: said once, and training goes on.
         for pid in (host.pid, host.members()["trainer"]):
             soft, hard = resource.prlimit(pid, resource.RLIMIT_FSIZE)
@@ -179,6 +186,26 @@ def test_copies_stay_fresh_and_a_dead_block_or_seed_stops_nobody(tmp_path: Path)
         other.until(fresh, LIMIT_S)  # the block was taken up again
 
 
+@pytest.mark.long
+def test_a_swarm_that_was_down_altogether_comes_back(tmp_path: Path) -> None:
+    """After a power cut: each goes on alone, under its old address, until it finds the others."""
+    with live_swarm(tmp_path, run_file()) as swarm:
+        seed = swarm.seed(0)
+        address = seed.address()
+        other = swarm.join(address, "other", 0)
+        agree_after([seed, other], -1, 2, LIMIT_S)
+        seed.crash()
+        other.crash()
+        other = swarm.join(address, "other", 0)  # the address is dead, the folder knows the run
+        until_event(other, "resumed")
+        other.until_round(last_round(seed) + 2, LIMIT_S)
+        assert any("going on alone" in line for line in other.err)
+        seed = swarm.seed(0)
+        assert seed.address() == address
+        agree_after([seed, other], last_round(other), 2, LIMIT_S)
+
+
+@pytest.mark.long
 @pytest.mark.parametrize("lie", ["oversized"])
 def test_a_liar_is_refused_and_the_others_agree(tmp_path: Path, lie: str) -> None:
     refused, left_out, hosts = with_liar(tmp_path, lie)

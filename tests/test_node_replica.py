@@ -412,6 +412,24 @@ def test_at_most_fifteen_others_are_heard_and_contributors_first(tmp_path: Path)
     run(work, tmp_path)
 
 
+def test_over_its_budget_a_replica_is_quiet_and_comes_back_with_all_it_learned(
+    tmp_path: Path,
+) -> None:
+    async def work(swarm: Swarm) -> None:
+        a, b, c = (swarm.add(name).start() for name in "abc")
+        await swarm.until(lambda: a.head.round >= 2 and len(a.head.contributions) == 3)
+        number = a.replica.state.round
+        a.replica.muted = True
+        await swarm.until(lambda: b.head.round >= number + 4)
+        assert same_head([b, c]) or b.head.round != c.head.round
+        last = b.replica.state.log.entries[-2]
+        assert {part.sender for part in last.contributions} == {b.replica.me, c.replica.me}
+        a.replica.muted = False
+        await swarm.until(lambda: same_head([a, b, c]) and len(a.head.contributions) == 3)
+
+    run(work, tmp_path)
+
+
 def test_a_vote_that_is_not_of_this_block_is_refused(tmp_path: Path) -> None:
     async def work(swarm: Swarm) -> None:
         a = swarm.add("a")
