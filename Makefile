@@ -5,6 +5,8 @@ PYTHON ?= $(shell for p in python3.11 python3 python; do \
 VENV   := .venv
 BIN    := $(VENV)/bin
 STAMP  := $(VENV)/.installed
+# Test files that run side by side. Live swarms keep two cores busy with one or two of them.
+WORKERS ?= 2
 
 .PHONY: demo test test-long lint format bench clean
 
@@ -17,11 +19,11 @@ $(STAMP): setup.cfg pyproject.toml constraints.txt
 	$(BIN)/python -m pip install --quiet --disable-pip-version-check -c constraints.txt -e ".[host,light,bench,test]"
 	touch $(STAMP)
 
-demo: $(STAMP)           ## train, compose and generate on the text of CPython's own library
+demo: $(STAMP)           ## a real swarm on this machine, to an assembled model and a text it wrote
 	$(BIN)/blockswarm demo
 
 test: $(STAMP)           ## everything that runs in minutes
-	$(BIN)/python -m pytest
+	$(BIN)/python -m pytest -n $(WORKERS) --dist loadfile
 
 test-long: $(STAMP)      ## the long suites: fuzzing, crash storms
 	$(BIN)/python -m pytest -m long

@@ -196,7 +196,7 @@ async def _generate(
             if out is not None:
                 out.close()
         finally:
-            client.close()
+            await client.close()
         facts = _facts(output, bytes(written), prompt, options["mode"])
         facts["wire_bytes"] = _serving_bytes(network)
     return facts

@@ -138,7 +138,7 @@ class BlockServer:
         for task in tasks:
             task.cancel()
         await asyncio.gather(*tasks, return_exceptions=True)
-        self.carrier.close()
+        await self.carrier.close()
         self._thread.shutdown(wait=True)
 
     def offer(self, block: int, round_: int, digest: bytes, module: Block) -> None:
@@ -211,9 +211,7 @@ class BlockServer:
 
     async def _wait(self, request: SweepWait, _: bytes) -> Reply:
         job = self._jobs.get(request.sweep)
-        if job is not None:  # otherwise it has left already
-            await job.handed.wait()
-        return Reply(SweepHanded())
+        return Reply(SweepHanded(handed=int(job is None or job.handed.is_set())))
 
     def _check_run(self, run_id: bytes) -> None:
         if run_id != self.run_id:

@@ -43,8 +43,8 @@ class Carrier:
         self.network, self.shape = network, shape
         self.handover = Handover(network)
 
-    def close(self) -> None:
-        self.handover.close()
+    async def close(self) -> None:
+        await self.handover.close()
 
     def with_client(self, job: CarriedJob) -> Sweep:
         return replace(job.sweep, client=job.client)

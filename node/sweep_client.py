@@ -91,8 +91,8 @@ class SweepClient:
         network.service.take(SweepResult, self._admit, self._take)
         network.serve(SweepFailed, self._failed)
 
-    def close(self) -> None:
-        self.handover.close()
+    async def close(self) -> None:
+        await self.handover.close()
 
     # --- who serves -----------------------------------------------------------------------------
 

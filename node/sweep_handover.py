@@ -13,14 +13,15 @@ from collections.abc import Callable
 from contextlib import suppress
 
 from node.network import Network
-from node.sweep_streams import StreamPool, exchange
+from node.sweep_streams import PeerStream, StreamPool
 from protocol.errors import WireError
-from protocol.frames import Busy, Deadline, Refused
+from protocol.frames import Busy, Refused, Stalled
 from protocol.messages import ErrorCode, Message
 from protocol.serving import Hop, Mode, Sweep, SweepHanded, SweepTaken, SweepWait
 
 REPORT_S = 5.0  # for a result or a failure on its way to the client
 BUSY_WAIT_MIN_S = 0.05
+FIRST_LOOK_S = 0.3  # whether a host has handed on what it took; then after twice as long
 
 
 class NoHost(WireError):
@@ -42,8 +43,8 @@ class Handover:
         self.network = network
         self.pool = StreamPool(network)
 
-    def close(self) -> None:
-        self.pool.close()
+    async def close(self) -> None:
+        await self.pool.close()
 
     async def to_any(
         self, hop: Hop, sweep: Sweep, payload: bytes, on_taken: Callable[[bytes], None]
@@ -86,17 +87,32 @@ class Handover:
         if not self.network.discovery.book.addresses(peer):
             with suppress(WireError):  # only peers with a signed record are dialled
                 await self.network.replicas(sweep.block)
-        keep = sweep.place > 0 or sweep.mode == Mode.VERIFY  # a client's whole output is one sweep
-        async with self.pool.lease(peer, sweep.hop_s, sweep.block, keep) as channel:
-            await exchange(channel, sweep, SweepTaken, payload)
-            on_taken(peer)
-            channel.deadline = Deadline.after(sweep.hop_s, sweep.hop_s)
-            await exchange(channel, SweepWait(sweep=sweep.sweep), SweepHanded)
+        brief = sweep.place == 0 and sweep.mode == Mode.ONE_SWEEP  # a client's whole output
+        _, stream = await self.pool.ask(
+            peer, sweep, SweepTaken, sweep.hop_s, payload, sweep.block, brief
+        )
+        on_taken(peer)
+        await self._watch(peer, sweep, stream)
+
+    async def _watch(self, peer: bytes, sweep: Sweep, stream: PeerStream) -> None:
+        """Return when the peer has handed the sweep on; raise if it died or stalls with it."""
+        end_s, wait_s = time.monotonic() + sweep.hop_s, FIRST_LOOK_S
+        while True:
+            done, _ = await asyncio.wait({stream.lost}, timeout=min(wait_s, sweep.hop_s))
+            if done:
+                raise stream.lost.result()
+            question = SweepWait(sweep=sweep.sweep)
+            reply, _ = await self.pool.ask(peer, question, SweepHanded, sweep.hop_s)
+            if reply.handed:
+                return
+            left_s = end_s - time.monotonic()
+            if left_s <= 0:
+                raise Stalled("it does not hand the sweep on")
+            wait_s = min(2 * wait_s, left_s)
 
     async def tell(self, client: bytes, message: Message, payload: bytes = b"") -> None:
         """A result or a failure, to the client, over the connection that it has to us."""
-        async with self.pool.lease(client, REPORT_S) as channel:
-            await exchange(channel, message, SweepTaken, payload)
+        await self.pool.ask(client, message, SweepTaken, REPORT_S, payload)
 
 
 def _refused(error: WireError, code: ErrorCode) -> bool:

@@ -1,129 +1,209 @@
-"""Streams that serving keeps open between hosts, and one exchange on them.
+"""Streams that serving keeps open to other peers: many questions under way on one of them.
 
-Decides how many streams to a peer there are and how long an idle one is worth keeping: opening one
-costs a round trip, which a byte at a time would pay for every byte. Knows messages, not sweeps.
+Decides that a peer gets one stream, that frames follow each other on it without waiting for the
+answers (which come in the order of the questions), when it is replaced, and that its end is noticed
+at once: a host that dies with a sweep in its hands ends its streams. Opening a stream for every
+question would cost a round trip, and a place at the peer. Knows messages, not sweeps.
 """
 
 from __future__ import annotations
 
 import asyncio
-import contextlib
-import time
-from collections import Counter, defaultdict
-from collections.abc import AsyncIterator
-from dataclasses import dataclass
-from typing import TypeVar
+from collections import deque
+from typing import Any, TypeVar
 
 from node.network import Network
+from node.p2pd_stream import P2pdStream
 from protocol import messages
 from protocol.errors import WireError
-from protocol.frames import Channel, Deadline, Tally
+from protocol.frames import Channel, Deadline, Stalled, Tally, Truncated
 from protocol.identity import peer_text
-from protocol.limits import BLOCK_NONE, EXCHANGES_PER_STREAM, STREAMS_PER_PEER
+from protocol.limits import BLOCK_NONE, EXCHANGES_PER_STREAM
 from protocol.messages import Message, Purpose
 
 R = TypeVar("R", bound=Message)
 
 IDLE_S = 5.0  # a responder gives up on a silent stream after STALL_S
-STREAMS_KEPT = STREAMS_PER_PEER - 1  # one is left for everything else
-EXCHANGES_PER_USE = 2  # a sweep, and the wait for it
+BRIEF_IDLE_S = 0.5
+ANSWER_S = 60.0  # every question has a shorter time of its own
 
 
-@dataclass
-class _Kept:
-    channel: Channel
-    uses: int = 0
-    since_s: float = 0.0
+class PeerStream:
+    """One stream. `lost` is done when it ended although we still wanted it."""
+
+    def __init__(self, stream: P2pdStream, idle_s: float) -> None:
+        self.idle_s = idle_s
+        self.retired = False
+        self._assigned = self._answered = 0  # questions
+        self._told = Tally()
+        self.lost: asyncio.Future[WireError] = asyncio.get_running_loop().create_future()
+        self._stream = stream
+        # Two channels on one stream, since reading and writing have deadlines of their own.
+        self._out = Channel(stream, Deadline.after(ANSWER_S))
+        self._in = Channel(stream, Deadline.after(ANSWER_S))
+        self._expected: deque[tuple[type[Message], asyncio.Future[Any]]] = deque()
+        self._sending = asyncio.Lock()
+        self._reader = asyncio.create_task(self._read())
+
+    @property
+    def usable(self) -> bool:
+        return not self.retired and not self.lost.done()
+
+    def assign(self) -> None:
+        """One more question will be asked; after the last that the peer hears it is retired."""
+        self._assigned += 1
+        self.retired = self.retired or self._assigned >= EXCHANGES_PER_STREAM
+
+    async def ask(
+        self, request: Message, wanted: type[R], seconds: float, payload: bytes = b""
+    ) -> R:
+        """The answer to one question. What goes wrong on the way ends the stream for all."""
+        answer: asyncio.Future[R] = asyncio.get_running_loop().create_future()
+        try:
+            await self._sending.acquire()
+        except BaseException:
+            self._assigned -= 1
+            raise
+        try:
+            if self.lost.done():
+                raise self.lost.result()
+            self._expected.append((wanted, answer))
+            self._out.deadline = Deadline.after(seconds, seconds)
+            await messages.send(self._out, request, payload)
+        except BaseException as error:  # half of a frame may be out
+            self._end(error if isinstance(error, WireError) else Truncated("cut off"))
+            raise
+        finally:
+            self._sending.release()
+        try:
+            async with asyncio.timeout(seconds):
+                return await answer
+        except TimeoutError:
+            late = Stalled("no answer in time")
+            self._end(late)
+            raise late from None
+
+    async def _read(self) -> None:
+        try:
+            while await self._read_answer():
+                pass
+        except WireError as error:
+            self._end(error)
+
+    async def _read_answer(self) -> bool:
+        """One answer to the oldest question; False if the stream is not needed any longer."""
+        before = self._in.tally.bytes_in
+        wait_s = ANSWER_S if self._expected else self.idle_s
+        self._in.deadline = Deadline.after(wait_s, wait_s)
+        try:
+            message = messages.decode(await self._in.receive_head(0))
+        except Stalled:
+            if self._in.tally.bytes_in != before:
+                raise
+            if self._answered < self._assigned:  # asked just now
+                return True
+            self.retired = True
+            self._stream.abort()
+            return False
+        if not self._expected:
+            raise Truncated("an answer to nothing")
+        wanted, answer = self._expected.popleft()
+        self._answered += 1
+        try:
+            result = messages.expect(message, wanted)
+        except WireError as error:
+            if not answer.done():
+                answer.set_exception(error)
+        else:
+            if not answer.done():
+                answer.set_result(result)
+        if self.retired and self._answered == self._assigned:
+            self._stream.abort()
+            return False
+        return True
+
+    def _end(self, error: WireError) -> None:
+        self._stream.abort()
+        if not self.lost.done() and not self.retired:
+            self.lost.set_result(error)
+        while self._expected:
+            _, answer = self._expected.popleft()
+            if not answer.done():
+                answer.set_exception(error)
+                answer.exception()  # whoever asked may be gone
+
+    async def close(self) -> None:
+        self._end(Truncated("closed"))
+        self._reader.cancel()
+        await asyncio.gather(self._reader, return_exceptions=True)
+
+    def take_tally(self) -> Tally:
+        """Bytes and frames since it was last asked for."""
+        read, sent, old = self._in.tally, self._out.tally, self._told
+        now = Tally(read.bytes_in, sent.bytes_out, read.frames_in, sent.frames_out)
+        self._told = now
+        return Tally(
+            now.bytes_in - old.bytes_in,
+            now.bytes_out - old.bytes_out,
+            now.frames_in - old.frames_in,
+            now.frames_out - old.frames_out,
+        )
 
 
 class StreamPool:
-    """Leases streams to peers. One sweep has one stream to itself until it is handed over."""
+    """One stream to every peer that is spoken with."""
 
     def __init__(self, network: Network) -> None:
         self.network = network
-        self._idle: dict[bytes, list[_Kept]] = defaultdict(list)
-        self._places: dict[bytes, asyncio.Semaphore] = {}  # while somebody is or waits inside
-        self._users: Counter[bytes] = Counter()
+        self._streams: dict[bytes, PeerStream] = {}
+        self._old: list[PeerStream] = []
+        self._opening: dict[bytes, asyncio.Lock] = {}
 
-    @contextlib.asynccontextmanager
-    async def lease(
-        self, peer_id: bytes, seconds: float, block: int = BLOCK_NONE, keep: bool = True
-    ) -> AsyncIterator[Channel]:
-        """A stream to the peer, for so long. After an error, or worn out, it is dropped.
-
-        An open stream takes one of the peer's places: `keep` it only if it will soon be used.
-
-        The time begins when there is a place: waiting for one is our queue, not the peer's fault.
-        """
-        async with self._place(peer_id):
-            kept = await self._open(peer_id, Deadline.after(seconds, seconds))
-            try:
-                yield kept.channel
-            except BaseException:
-                kept.channel.stream.abort()
-                raise
-            else:
-                await self._give_back(peer_id, kept, keep)
-            finally:
-                tally, kept.channel.tally = kept.channel.tally, Tally()
-                self.network.ledger.book(tally, peer_text(peer_id), Purpose.SERVING, block)
-
-    @contextlib.asynccontextmanager
-    async def _place(self, peer_id: bytes) -> AsyncIterator[None]:
-        place = self._places.setdefault(peer_id, asyncio.Semaphore(STREAMS_KEPT))
-        self._users[peer_id] += 1
+    async def ask(
+        self,
+        peer_id: bytes,
+        request: Message,
+        wanted: type[R],
+        seconds: float,
+        payload: bytes = b"",
+        block: int = BLOCK_NONE,
+        brief: bool = False,
+    ) -> tuple[R, PeerStream]:
+        """The answer, and the stream that it came on. `brief`: it will not be needed again."""
+        stream = await self._stream(peer_id, seconds, BRIEF_IDLE_S if brief else IDLE_S)
         try:
-            async with place:
-                yield
+            return await stream.ask(request, wanted, seconds, payload), stream
         finally:
-            self._users[peer_id] -= 1
-            if not self._users[peer_id]:
-                del self._users[peer_id], self._places[peer_id]
+            tally = stream.take_tally()
+            self.network.ledger.book(tally, peer_text(peer_id), Purpose.SERVING, block)
 
-    async def _open(self, peer_id: bytes, deadline: Deadline) -> _Kept:
-        idle = self._idle[peer_id]
-        while idle:
-            kept = idle.pop()
-            if time.monotonic() - kept.since_s < IDLE_S:
-                kept.channel.deadline = deadline
-                return kept
-            kept.channel.stream.abort()
-        known = self.network.discovery.book.addresses(peer_id)
-        stream = await self.network.transport.dial(peer_id, known, deadline)
-        return _Kept(Channel(stream, deadline))
+    async def _stream(self, peer_id: bytes, seconds: float, idle_s: float) -> PeerStream:
+        lock = self._opening.setdefault(peer_id, asyncio.Lock())
+        try:
+            async with lock:
+                current = self._streams.get(peer_id)
+                if current is not None and current.usable:
+                    current.assign()
+                    return current
+                self._forget()
+                known = self.network.discovery.book.addresses(peer_id)
+                deadline = Deadline.after(seconds, seconds)
+                opened = await self.network.transport.dial(peer_id, known, deadline)
+                self._streams[peer_id] = stream = PeerStream(opened, idle_s)
+                stream.assign()
+                return stream
+        finally:
+            if not lock.locked() and self._opening.get(peer_id) is lock:
+                del self._opening[peer_id]
 
-    async def _give_back(self, peer_id: bytes, kept: _Kept, keep: bool) -> None:
-        kept.uses += 1
-        worn = kept.uses * EXCHANGES_PER_USE > EXCHANGES_PER_STREAM - EXCHANGES_PER_USE
-        if worn or not keep:
-            with contextlib.suppress(WireError):
-                await kept.channel.stream.close()
-            return
-        kept.since_s = time.monotonic()
-        self._idle[peer_id].append(kept)
-        self._drop_old()
+    def _forget(self) -> None:
+        """Drop what has ended; what is only retired still waits for answers."""
+        for peer_id, stream in list(self._streams.items()):
+            if not stream.usable:
+                self._old.append(self._streams.pop(peer_id))
+        self._old = [stream for stream in self._old if not stream._reader.done()]
 
-    def _drop_old(self) -> None:
-        now_s = time.monotonic()
-        for peer_id in list(self._idle):
-            fresh = []
-            for kept in self._idle[peer_id]:
-                if now_s - kept.since_s < IDLE_S:
-                    fresh.append(kept)
-                else:
-                    kept.channel.stream.abort()
-            self._idle[peer_id] = fresh
-            if not fresh:
-                del self._idle[peer_id]
-
-    def close(self) -> None:
-        for kept in (kept for some in self._idle.values() for kept in some):
-            kept.channel.stream.abort()
-        self._idle.clear()
-
-
-async def exchange(channel: Channel, request: Message, wanted: type[R], payload: bytes = b"") -> R:
-    """One request and its answer, which has no payload."""
-    await messages.send(channel, request, payload)
-    message, _ = await messages.receive(channel, wanted, 0)
-    return message
+    async def close(self) -> None:
+        every = [*self._streams.values(), *self._old]
+        self._streams, self._old = {}, []
+        await asyncio.gather(*(stream.close() for stream in every))

@@ -1,10 +1,10 @@
 """Serving: what a client and the hosts of a sweep say to each other. Kinds 64 to 71.
 
 Decides the form of the messages and of a route. A sweep travels from host to host (SWEEP, answered
-at once by SWEEP_TAKEN); on the same stream the sender then asks SWEEP_WAIT and hears SWEEP_HANDED
-when the next host has taken it over, so that it notices a host that dies or stalls with the sweep
-in its hands. The last host sends the result to the client. Knows nothing of what is computed; the
-tensors are `parcel.py`'s.
+at once by SWEEP_TAKEN); the sender keeps it and asks SWEEP_WAIT until SWEEP_HANDED says that the
+next host has taken it over, so that it notices a host that stalls with the sweep in its hands. The
+last host sends the result to the client. Knows nothing of what is computed; the tensors are
+`parcel.py`'s.
 """
 
 from __future__ import annotations
@@ -205,7 +205,7 @@ class SweepTaken(Message):
 
 @dataclass(frozen=True, kw_only=True)
 class SweepWait(Message):
-    """Answer when the sweep has left your hands."""
+    """Has the sweep that you took left your hands?"""
 
     KIND = Kind.SWEEP_WAIT
     sweep: bytes = wire("sweep", _id)
@@ -214,9 +214,10 @@ class SweepWait(Message):
 
 @dataclass(frozen=True, kw_only=True)
 class SweepHanded(Message):
-    """The next host has it, or the client."""
+    """`handed`: the next host has it, or the client, or it was given up."""
 
     KIND = Kind.SWEEP_HANDED
+    handed: int = wire("handed", uint(1))
 
 
 @dataclass(frozen=True, kw_only=True)

@@ -71,7 +71,7 @@ class Swarm:
         client = SweepClient(
             network, network.settings.run_id, self.model.run, self.said.append, hop_min_s
         )
-        self.stack.callback(client.close)
+        self.stack.push_async_callback(client.close)
         return client
 
 

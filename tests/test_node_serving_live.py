@@ -109,7 +109,7 @@ async def _serve_and_compare(tmp_path: Path, model: ComposedModel) -> None:
             client_network(text, [first.address], said.append, Role(0))
         )
         client = SweepClient(network, run_id(text), parse(text).run, said.append)
-        stack.callback(client.close)
+        stack.push_async_callback(client.close)
         await _equal_on_many_prompts(client, model)
         replicas = {host.peer_id: host for host in hosts[:2]}
         await _killed_in_mid_output(client, model, replicas)

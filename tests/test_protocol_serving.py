@@ -77,7 +77,7 @@ EXAMPLES: list[Message] = [
     VERIFY,
     SweepTaken(),
     SweepWait(sweep=ID),
-    SweepHanded(),
+    SweepHanded(handed=1),
     SweepResult(sweep=ID, path=(PEER,), missing=(1,)),
     SweepFailed(sweep=ID, trouble=int(Trouble.GARBAGE), block=2, blamed=PEER, reason="why"),
 ]
