@@ -129,6 +129,11 @@ def _take_part(
     )
     host = Host(settings, say)
     _run_loop(_until_stopped(host, options["as_json"]))
+    # All is saved, closed and ended. Unloading torch and hivemind takes seconds on a busy machine,
+    # and whoever asked us to leave waits for it.
+    sys.stdout.flush()
+    sys.stderr.flush()
+    os._exit(0)
 
 
 async def _until_stopped(host: Host, as_json: bool) -> None:

@@ -94,7 +94,7 @@ class PeerStream:
         """One answer to the oldest question; False if the stream is not needed any longer."""
         before = self._in.tally.bytes_in
         wait_s = ANSWER_S if self._expected else self.idle_s
-        self._in.deadline = Deadline.after(wait_s, wait_s)
+        self._in.deadline = Deadline.after(wait_s + ANSWER_S, wait_s)  # an answer may just begin
         try:
             message = messages.decode(await self._in.receive_head(0))
         except Stalled:

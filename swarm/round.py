@@ -373,6 +373,9 @@ def _all_collected(state: RoundState, stage: Stage) -> bool:
     """Whether nobody is left to wait for. Not in our first rounds: we may not know them yet."""
     if state.round <= state.warm_until + 1 or (state.own is None and stage.number == 0):
         return False
+    head = state.log.head.digest
+    if any(v.round == state.round and v.head != head for v in state.peers.values()):
+        return False  # which head wins a tie is decided at the first deadline, not before
     if stage.number == 1:
         named = {ref.sender for ref in stage.held}
         return len(named) == state.groups

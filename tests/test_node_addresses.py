@@ -22,10 +22,10 @@ from node.addresses import (
     to_announce,
     with_peer,
 )
-from protocol.identity import generate
+from protocol.identity import Identity, generate
 from protocol.limits import ADDRESSES_PER_RECORD
 
-PEER = generate()
+PEER = Identity(bytes(range(32)))  # a fixed one: it stands in the tests' names
 PUBLIC = "/ip4/203.0.114.7/tcp/4001"
 PUBLIC6 = "/ip6/2a01:4f8::1/tcp/4001"
 PRIVATE = "/ip4/192.168.1.5/tcp/4001"

@@ -412,9 +412,6 @@ def test_at_most_fifteen_others_are_heard_and_contributors_first(tmp_path: Path)
     run(work, tmp_path)
 
 
-@pytest.mark.xfail(
-    strict=True, reason="swarm.round ends COLLECT early while a tie between heads is open"
-)
 def test_two_that_were_apart_agree_again(tmp_path: Path) -> None:
     """One against one, and both in time: the tie is broken, not kept for ever."""
 

@@ -24,10 +24,11 @@ from node.sweep_output import Figures, Order, Output
 from protocol.frames import Refused
 from protocol.parcel import Parcel
 from protocol.records import Record, Role
-from protocol.serving import Sweep
+from protocol.serving import Sweep, SweepHanded, SweepTaken, SweepWait
 from swarm.composition import ComposedModel
 from swarm.flat import flat_weights
 from swarm.generate import Sampling, generate
+from swarm.writer import Ask
 
 GREEDY = Sampling(temperature=0.0)
 PROMPTS = [b"a", b"blocks", b"", b"the swarm serves", bytes(range(30))]
@@ -390,8 +391,6 @@ def test_what_a_host_refuses(tmp_path: Path, relay_model: ComposedModel) -> None
             client = await s.client()
             route = await client.route((), {})
             output = Output(client, Order(b"abc", 4, GREEDY, drafts=1))
-            from swarm.writer import Ask
-
             good = output._sweep(route, Ask(0, b"abc", 4, 0))
             server = s.servers["a"]
             server._admit(good, 3, client.network.peer_id)
@@ -405,6 +404,49 @@ def test_what_a_host_refuses(tmp_path: Path, relay_model: ComposedModel) -> None
             for changes, size in bad:
                 with pytest.raises(Refused):
                     server._admit(dataclasses.replace(good, **changes), size, b"")
+
+    run(main(), 60)
+
+
+def test_a_refused_payload_does_not_end_the_stream(
+    tmp_path: Path, relay_model: ComposedModel
+) -> None:
+    """Several questions on one stream, some with payloads that nobody wants."""
+
+    async def main() -> None:
+        async with swarm(tmp_path, relay_model) as s:
+            client = await s.client()
+            route = await client.route((), {})
+            output = Output(client, Order(b"abc", 4, GREEDY, drafts=1))
+            good = output._sweep(route, Ask(0, b"abc", 4, 0))
+            pool, host = client.handover.pool, s.hosts["a"].peer_id
+            asks: list[Any] = []
+            for size in (3, 70_000, 5, 3):
+                asks.append(pool.ask(host, good, SweepTaken, 5.0, b"x" * size))
+            answers = await asyncio.gather(*asks, return_exceptions=True)
+            assert [type(a).__name__ for a in answers] == ["tuple", "Refused", "Refused", "tuple"]
+            assert len(pool._streams) == 1
+
+    run(main(), 60)
+
+
+def test_streams_are_replaced_before_the_peer_ends_them(
+    tmp_path: Path, relay_model: ComposedModel
+) -> None:
+    async def main() -> None:
+        async with swarm(tmp_path, relay_model, "a") as s:
+            client = await s.client()
+            await client.route((), {})
+            pool, host = client.handover.pool, s.hosts["a"].peer_id
+            seen = set()
+            question = SweepWait(sweep=b"?" * 16)
+            for _ in range(3):
+                many = [pool.ask(host, question, SweepHanded, 5.0) for _ in range(50)]
+                for reply, stream in await asyncio.gather(*many):
+                    assert reply.handed
+                    assert not stream.lost.done()
+                    seen.add(stream)
+            assert len(seen) == 3  # 64 questions each
 
     run(main(), 60)
 

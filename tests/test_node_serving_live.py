@@ -139,7 +139,7 @@ async def _killed_in_mid_output(
     """kill -9 of the replica that has the caches, between two sweeps of one output."""
     expected = bytes(generate(model, b"abc", 40, GREEDY))
     output = Output(client, Order(b"abc", 40, GREEDY, draft_length=2))
-    found = b""
+    found, used = b"", next(iter(replicas.values()))
     async for piece in output.write():
         if not found:
             used = replicas[output.figures.path[1]]
@@ -147,4 +147,5 @@ async def _killed_in_mid_output(
             await used.process.wait()
         found += piece
     assert found == expected
-    assert output.figures.missing == () and output.figures.failures > 0
+    # The host before it may have noticed first and gone around by itself: then no sweep failed.
+    assert output.figures.missing == () and used.peer_id not in output.figures.path
