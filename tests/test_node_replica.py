@@ -263,7 +263,8 @@ def test_a_lost_trainer_costs_its_unsent_steps_and_undoes_nothing(tmp_path: Path
         await swarm.until(lambda: not a.replica.state.in_flight)
         number = a.head.round
         await swarm.until(lambda: a.head.round >= number + 2 and not a.replica.state.in_flight)
-        assert np.abs(a.unsent()).max() < 64 * QUANTUM
+        # The correction of a step is queued: the head is ahead of the weights for a moment.
+        await swarm.until(lambda: bool(np.abs(a.unsent()).max() < 64 * QUANTUM))
         assert same_head([a, b]) or a.head.round != b.head.round
 
     run(work, tmp_path)

@@ -156,7 +156,7 @@ def test_in_use_until_the_other_process_is_killed(tmp_path: Path) -> None:
         text = process.stdout.readline().strip()
         with pytest.raises(IdentityInUse) as caught:
             load_or_create(path)
-        assert "--identity" in caught.value.hint
+        assert "--folder" in caught.value.hint
         process.send_signal(signal.SIGKILL)
         process.wait()
         mine = load_or_create(path)
