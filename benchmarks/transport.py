@@ -36,6 +36,7 @@ from typing import Any
 from blake3 import blake3
 
 from benchmarks import harness
+from benchmarks.transport_light import light_row
 from protocol import messages
 from protocol.frames import Chunks, Deadline, content_digest
 from protocol.ledger import LinkModel
@@ -373,6 +374,7 @@ def run(quick: bool) -> tuple[harness.Figures, harness.Rows]:
     if ledger is not None:
         rows.append(ledger)
         figures["ledger_error_percent"] = ledger["error_percent"]
+    rows += [light_row(size, 2) for size in sizes[1:3]]  # py-libp2p beside it
     return figures, rows
 
 
