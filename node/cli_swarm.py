@@ -14,7 +14,7 @@ import sys
 import time
 from collections.abc import Coroutine
 from pathlib import Path
-from typing import TYPE_CHECKING, Any, TypeVar
+from typing import TYPE_CHECKING, Any, Literal, TypeVar
 
 import click
 
@@ -31,11 +31,16 @@ START_DELAY_S = 2  # from `seed` to the first round
 
 
 def _host_options(command: C) -> C:
-    for option in (
+    options = (
         click.option("--folder", type=click.Path(path_type=Path), help="Where its state is kept."),
         click.option("--port", type=int, default=0, help="TCP port (default: any free one)."),
         click.option("--announce", multiple=True, help="Public IP or multiaddress (repeatable)."),
         click.option("--listen", multiple=True, help="IP to listen on (default: all)."),
+        click.option(
+            "--relay",
+            multiple=True,
+            help="Behind NAT: address of a peer that forwards for you (repeatable).",
+        ),
         click.option("--block", type=int, help="Train this block (default: the neediest)."),
         click.option("--data", help="Your own text instead of the run's: a file or folder."),
         click.option("--device", default="auto", show_default=True, help="auto, cpu, cuda, mps."),
@@ -44,7 +49,8 @@ def _host_options(command: C) -> C:
         click.option("--max-gb-per-day", type=float, help="GB moved per day, both ways together."),
         click.option("--json", "as_json", is_flag=True, help="Events as JSON lines on stdout."),
         click.option("--verbose", is_flag=True, help="Say what happens inside."),
-    ):
+    )
+    for option in reversed(options):  # decorators apply from the inside: --help shows this order
         command = option(command)
     return command
 
@@ -91,6 +97,7 @@ swarm_commands = (seed, join)
 def _take_part(
     text: bytes, home: Path, addresses: tuple[str, ...], is_seed: bool, options: dict[str, Any]
 ) -> None:
+    from node.addresses import split_peer
     from node.daemon import ALL_INTERFACES, DaemonSettings
     from node.host import Host, HostSettings
     from node.network import NetworkSettings
@@ -106,7 +113,13 @@ def _take_part(
     _make(home)
     hosts = tuple(options["listen"]) or ALL_INTERFACES
     port = options["port"] or _port_of_before(home, hosts)
-    daemon = DaemonSettings(home / "identity", port=port, hosts=hosts)
+    relays = tuple(options["relay"])
+    for relay in relays:
+        split_peer(relay)  # refuses what is no whole address, before p2pd does it in its own words
+    reachability: Literal["auto", "private"] = "private" if relays else "auto"
+    daemon = DaemonSettings(
+        home / "identity", port=port, hosts=hosts, relays=relays, reachability=reachability
+    )
     network = NetworkSettings(
         daemon,
         run_id(text),
