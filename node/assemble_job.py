@@ -20,12 +20,13 @@ from node.assembly import Assembled, Assembler, BlockMissing, CountedPeers, OnBy
 from node.assembly_store import ConsensusStore
 from node.atomic import hold_folder
 from node.cli_report import Facts, evaluation_facts
-from node.client import ClientPeers, client_network, replicas_of
+from node.client import client_network, replicas_of
 from node.data import Corpus, load_corpus
 from node.device import choose_device, make_deterministic
 from node.invitation import fetch_run
 from node.local_training import FIT_BYTES, held_out_batches
 from node.model_folder import has_model, read_manifest, save_model
+from node.network import NetworkPeers
 from node.terminal import DownloadDisplay
 from protocol.errors import DataError, UsageError
 from protocol.ledger import Ledger
@@ -114,7 +115,7 @@ async def assemble(
             judge = await asyncio.to_thread(load_judge, run_file, options)
             async with client_network(text, options.addresses, say, Role.ASSEMBLER) as network:
                 store = ConsensusStore(options.out, run_id(text), run_file.exchange.snapshot_every)
-                peers = CountedPeers(ClientPeers(network), on_bytes)
+                peers = CountedPeers(NetworkPeers(network), on_bytes)
                 assembler = Assembler(
                     run_file, run_id(text), peers, replicas_of(network), say, store
                 )

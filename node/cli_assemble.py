@@ -162,8 +162,9 @@ def status(address: tuple[str, ...], watch: bool, as_json: bool) -> None:
 async def _watch_status(
     addresses: tuple[str, ...], watch: bool, show: Callable[[RunStatus], None]
 ) -> bool:
-    from node.client import ClientPeers, client_network, replicas_of, run_clock
+    from node.client import client_network, replicas_of, run_clock
     from node.invitation import fetch_run
+    from node.network import NetworkPeers
     from node.status import look
     from protocol.records import Role
     from swarm.runfile import parse, run_id
@@ -173,7 +174,7 @@ async def _watch_status(
     async with client_network(text, addresses, say, Role(0)) as network:
         while True:
             now_s = (await run_clock(network)).run_time_s(time.time())
-            records, peers = replicas_of(network), ClientPeers(network)
+            records, peers = replicas_of(network), NetworkPeers(network)
             show(await look(run_file, run_id(text), records, peers, now_s))
             if not watch:
                 return True

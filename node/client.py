@@ -18,7 +18,7 @@ from node.daemon import DaemonSettings
 from node.network import Network, NetworkSettings
 from node.service import Status
 from protocol import messages
-from protocol.identity import peer_from_text, peer_text
+from protocol.identity import peer_text
 from protocol.messages import Message
 from protocol.records import Role, SignedRecord
 from swarm.clock import ClockSample, RunClock
@@ -51,30 +51,6 @@ def replicas_of(network: Network) -> Callable[[int], Awaitable[list[SignedRecord
         return [s for s in found if s.record.role & Role.REPLICA and s.record.consensus]
 
     return look_up
-
-
-class ClientPeers:
-    """`fetch.Peers` over the network: peers by their text."""
-
-    def __init__(self, network: Network) -> None:
-        self.network = network
-
-    async def ask(
-        self,
-        peer: str,
-        request: Message,
-        wanted: type[M],
-        deadline_s: float,
-        max_payload_bytes: int | None = None,
-    ) -> tuple[M, bytes]:
-        answer = await self.network.request(
-            peer_from_text(peer),
-            request,
-            wanted,
-            deadline_s=deadline_s,
-            max_payload_bytes=max_payload_bytes,
-        )
-        return answer.message, bytes(answer.payload)
 
 
 async def run_clock(network: Network) -> RunClock:

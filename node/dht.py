@@ -88,7 +88,7 @@ class Lookup:
 current_lookup: ContextVar[Lookup | None] = ContextVar("current_lookup", default=None)
 
 
-class RecordProtocol(DHTProtocol):  # type: ignore[misc]
+class RecordProtocol(DHTProtocol):  # type: ignore[misc]  # hivemind publishes no types
     """hivemind's RPCs on a `RecordTable`. The wire format and the RPC names stay hivemind's."""
 
     table: RecordTable

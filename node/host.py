@@ -29,7 +29,7 @@ from node.exchange import ReplicaSettings
 from node.gate import Backoff
 from node.host_events import EventWriter
 from node.host_state import HostState
-from node.network import Network, NetworkSettings, NobodyThere
+from node.network import Network, NetworkPeers, NetworkSettings, NobodyThere
 from node.replica import Replica
 from node.replica_service import serve_replica
 from node.saving import Saver
@@ -38,7 +38,7 @@ from node.trainer import Trainer, TrainerError
 from node.trainer_process import TrainerSettings
 from protocol import messages
 from protocol.errors import BlockswarmError, UsageError, WireError
-from protocol.identity import peer_from_text, peer_text
+from protocol.identity import peer_text
 from protocol.messages import Message
 from protocol.records import Role
 from swarm import actions as act
@@ -74,30 +74,6 @@ class HostSettings:
     memory_bytes: int = 1 << 60
     seed: bool = False  # announce ourselves as a peer to join through
     bytes_per_day: int | None = None  # both ways; beyond it the host trains on and moves no bulk
-
-
-class NetworkPeers:
-    """`fetch.Peers` over the live network: peers by their text."""
-
-    def __init__(self, network: Network) -> None:
-        self.network = network
-
-    async def ask(
-        self,
-        peer: str,
-        request: Message,
-        wanted: type[M],
-        deadline_s: float,
-        max_payload_bytes: int | None = None,
-    ) -> tuple[M, bytes]:
-        answer = await self.network.request(
-            peer_from_text(peer),
-            request,
-            wanted,
-            deadline_s=max(deadline_s, 0.05),
-            max_payload_bytes=max_payload_bytes,
-        )
-        return answer.message, bytes(answer.payload)
 
 
 class Host:

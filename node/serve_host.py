@@ -18,11 +18,10 @@ from typing import Any, Protocol
 import torch
 
 from node.cli_operator import emit
-from node.client import ClientPeers
 from node.fetch import Peers
 from node.follow import Follower, FollowSettings
 from node.model_folder import load_model, weights_digest
-from node.network import Network, NetworkSettings
+from node.network import Network, NetworkPeers, NetworkSettings
 from node.service import Status
 from node.serving import VERSIONS_KEPT, BlockServer
 from protocol.errors import ModelError, UsageError, WireError
@@ -247,7 +246,7 @@ class ServingHost:
     def _source(self) -> Source:
         if self.settings.folder is not None:
             return FolderSource(self.settings.folder, self.settings.blocks)
-        settings, peers = self.settings, ClientPeers(self.network)
+        settings, peers = self.settings, NetworkPeers(self.network)
         return RunSource(
             self.run_file, self.run_id, self.network, peers, settings.blocks, settings.device
         )

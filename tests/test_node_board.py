@@ -10,8 +10,7 @@ from typing import Any
 from loopback import RUN_ID, _no_daemon_left, node, run  # noqa: F401
 
 from node.board import ReplicaBoard
-from node.host import NetworkPeers
-from node.network import Network
+from node.network import Network, NetworkPeers
 from node.service import Reply
 from protocol import messages
 from protocol.payloads import pack_records, record_of
