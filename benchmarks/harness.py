@@ -61,11 +61,12 @@ def measure_rows(
     A variant is anything with a `name` and a `key` (a text that changes when the measurement
     would). The file is rewritten after every row, so a cut costs only the rows under way.
     """
-    wanted = [v for v in variants if options.only in v.name]
+    table = list(variants)
+    wanted = [v for v in table if options.only in v.name]
     done = {row["key"]: row for row in _rows_of(options.out)}
     todo = [v for v in wanted if v.key not in done]
     print(f"{name}: {len(wanted) - len(todo)} rows are there, {len(todo)} to measure", flush=True)
-    order = {v.key: place for place, v in enumerate(wanted)}
+    order = {v.key: place for place, v in enumerate(table)}
     with ProcessPoolExecutor(options.jobs, mp_context=get_context("spawn")) as pool:
         futures = {pool.submit(measure, v): v for v in todo}
         for future in as_completed(futures):

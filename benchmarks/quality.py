@@ -125,6 +125,7 @@ def variants(quick: bool) -> list[Variant]:
     add("end-to-end in the wall-clock of look-ahead", headline / 1.9, end_to_end=True)
     for rate in (2e-3, 5e-3):
         add(f"look-ahead, learning rate {rate:g}", other, learning_rate=rate)
+    add("look-ahead, its loss with weight 3", other, look_ahead_weight=3.0)
     return rows
 
 

@@ -14,6 +14,8 @@ import torch.nn.functional as F
 from torch import Tensor, nn
 
 from protocol.errors import UsageError
+from swarm.gradients import relu_squared, rms_norm, rotate_qk
+from swarm.head_loss import Evidence, head_loss
 from swarm.run import VOCABULARY, ModelShape, Objective
 
 
@@ -62,14 +64,15 @@ class RotaryPositions(nn.Module):
         self.register_buffer("cos", angle.cos().float(), persistent=False)
         self.register_buffer("sin", angle.sin().float(), persistent=False)
 
-    def forward(self, x: Tensor, start: int) -> Tensor:
-        """Rotate x of shape (..., length, head_width), whose first position is `start`."""
-        length = x.shape[-2]
-        if start + length > self.cos.shape[0]:  # one row left would broadcast to all positions
-            raise UsageError(f"{start + length} bytes do not fit a context of {self.cos.shape[0]}")
-        cos, sin = self.cos[start : start + length], self.sin[start : start + length]
-        left, right = x.chunk(2, dim=-1)
-        return torch.cat([left * cos - right * sin, left * sin + right * cos], dim=-1)
+    def forward(self, qkv: Tensor, start: int) -> tuple[Tensor, Tensor, Tensor]:
+        """(batch, length, 3, heads, head_width) -> q, k, v of (batch, heads, length, head_width).
+
+        q and k are rotated; the first position is `start`.
+        """
+        end = start + qkv.shape[1]
+        if end > self.cos.shape[0]:  # one row left would broadcast to all positions
+            raise UsageError(f"{end} bytes do not fit a context of {self.cos.shape[0]}")
+        return rotate_qk(qkv, self.cos[start:end], self.sin[start:end])
 
 
 class Layer(nn.Module):
@@ -95,23 +98,22 @@ class Layer(nn.Module):
     def forward(
         self, x: Tensor, modulation: Tensor | None = None, cache: LayerCache | None = None
     ) -> Tensor:
-        h = F.rms_norm(x, x.shape[-1:], self.attention_norm)
+        h = rms_norm(x, self.attention_norm)
         if modulation is not None:
             h = h * (1 + modulation[:, 0:1]) + modulation[:, 1:2]
         x = x + self.attention_out(self._attend(h, cache))
-        h = F.rms_norm(x, x.shape[-1:], self.mlp_norm)
+        h = rms_norm(x, self.mlp_norm)
         if modulation is not None:
             h = h * (1 + modulation[:, 2:3]) + modulation[:, 3:4]
         # Squared ReLU learns as well as GELU and takes a third of its time on a CPU.
-        mlp: Tensor = self.down(F.relu(self.up(h)).square())
+        mlp: Tensor = self.down(relu_squared(self.up(h)))
         return x + mlp
 
     def _attend(self, h: Tensor, cache: LayerCache | None) -> Tensor:
         batch, length, width = h.shape
         start = cache.length if cache is not None else 0
         heads = self.qkv(h).view(batch, length, 3, self.heads, width // self.heads)
-        q, k, v = heads.permute(2, 0, 3, 1, 4)
-        q, k = self.rotary(q, start), self.rotary(k, start)
+        q, k, v = self.rotary(heads, start)
         if cache is not None:
             k, v = cache.extend(k, v)
         if start == 0:
@@ -203,6 +205,10 @@ class Block(nn.Module):
         out: Tensor = self.head(F.rms_norm(hidden, hidden.shape[-1:]))
         return out
 
+    def head_loss(self, hidden: Tensor, y: Tensor, evidence: Evidence | None = None) -> Tensor:
+        """Mean nats of y under softmax(logits(hidden) + evidence)."""
+        return head_loss(self.head, F.rms_norm(hidden, hidden.shape[-1:]), y, evidence)
+
     def denoised(self, hidden: Tensor) -> Tensor:
         """The EDM network's raw output F_theta, before c_skip and c_out."""
         out: Tensor = self.denoised_out(F.rms_norm(hidden, hidden.shape[-1:]))
@@ -237,14 +243,22 @@ class EndToEnd(nn.Module):
             nn.init.zeros_(head.bias)
 
     def forward(self, x: Tensor) -> list[Tensor]:
-        """The logits of every head, the last layer's last."""
+        """What every head reads, the last layer's last."""
         u: Tensor = self.embedding(x)
         out: list[Tensor] = []
         for index, layer in enumerate(self.layers):
             u = layer(u)
             if index in self.head_after:
-                out.append(self.heads[len(out)](F.rms_norm(u, u.shape[-1:])))
+                out.append(F.rms_norm(u, u.shape[-1:]))
         return out
+
+    def logits(self, x: Tensor) -> list[Tensor]:
+        return [head(u) for head, u in zip(self.heads, self(x), strict=True)]
+
+    def losses(self, x: Tensor, y: Tensor) -> list[Tensor]:
+        """Mean nats of y under every head."""
+        heads = [head for head in self.heads if isinstance(head, nn.Linear)]
+        return [head_loss(head, u, y, None) for head, u in zip(heads, self(x), strict=True)]
 
 
 def make_block(

@@ -14,6 +14,7 @@ import torch
 import torch.nn.functional as F
 from torch import Tensor
 
+from swarm.head_loss import Evidence
 from swarm.model import Block, LayerCache
 from swarm.noise import Interval, draw_sigma
 from swarm.run import Noise
@@ -100,13 +101,13 @@ class DenoisingObjective:
         """The block's loss in nats per byte and its hidden state (None for `edm`)."""
         if self.kind == "plain":
             hidden = block.hidden(x, relay)
-            return _cross_entropy(block.logits(hidden), y).mean(), hidden
+            return block.head_loss(hidden, y), hidden
         sigma = draw_sigma(self.noise, self.interval, x.shape[0], generator).to(x.device)
         z = noised(y, self.targets, sigma, generator)
         if self.kind == "bayes":
             hidden = block.hidden(x, relay)
-            logits = block.logits(hidden) + evidence(z, self.targets, sigma)
-            return _cross_entropy(logits, y).mean(), hidden
+            rows = Evidence(z.flatten(0, 1), self.targets, sigma.repeat_interleave(y.shape[1]))
+            return block.head_loss(hidden, y, rows), hidden
         losses = _cross_entropy(edm_logits(block, x, z, sigma, self.targets), y)
         weight = edm_weight(sigma, self.sigma_data) if self.weighted else torch.ones_like(sigma)
         scale = mean_edm_weight(self.noise, self.interval, self.sigma_data) if self.weighted else 1

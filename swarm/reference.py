@@ -29,7 +29,7 @@ class ReferenceWorker:
     def step(self, x: Tensor, y: Tensor) -> float:
         """One step; the loss is the sum over heads, the value returned the last head's."""
         training = self.run.training
-        losses = [F.cross_entropy(out.flatten(0, 1), y.flatten()) for out in self.model(x)]
+        losses = self.model.losses(x, y)
         for group in self.optimizer.param_groups:
             group["lr"] = training.learning_rate_at(self.steps_done)
         self.optimizer.zero_grad(set_to_none=True)
@@ -42,4 +42,4 @@ class ReferenceWorker:
     @torch.no_grad()
     def head_log_probs(self, x: Tensor) -> list[Tensor]:
         """Every head's log-probabilities, the last layer's last."""
-        return [F.log_softmax(out.float(), dim=-1) for out in self.model(x)]
+        return [F.log_softmax(out.float(), dim=-1) for out in self.model.logits(x)]

@@ -19,6 +19,8 @@ from swarm.noise import block_interval, target_table
 from swarm.objective import DenoisingObjective
 from swarm.run import Run
 
+AHEAD_PARTS = 2
+
 
 @dataclass(frozen=True)
 class StepLoss:
@@ -55,27 +57,48 @@ class BlockWorker:
     ) -> StepLoss:
         """One optimizer step on a batch of inputs and targets."""
         generator = step_generator(self.run.seed, self.index, self.steps_done)
+        self.optimizer.zero_grad(set_to_none=True)
         with self._precision():
             relay = relayed_hidden(upstream, x) if self.run.model.relays else None
             own, hidden = self.objective.loss(self.block, x, y, relay, generator)
-            loss, ahead = own, None
-            if self.ahead is not None and next_block is not None:
-                ahead, _ = self.ahead.loss(next_block, x, y, hidden, generator)
-                loss = own + self.run.training.look_ahead_weight * ahead
-        self._update(loss)
-        return StepLoss(own.item(), None if ahead is None else ahead.item())
+            ahead: float | None = None
+            if hidden is not None and next_block is not None and self.ahead is not None:
+                ahead, gradient = self._look_ahead(next_block, x, y, hidden, generator)
+                torch.autograd.backward([own, hidden], [None, gradient])
+            else:
+                own.backward()  # type: ignore[no-untyped-call]  # torch leaves it unannotated
+        self._update()
+        return StepLoss(own.item(), ahead)
+
+    def _look_ahead(
+        self, copy: Block, x: Tensor, y: Tensor, hidden: Tensor, generator: torch.Generator
+    ) -> tuple[float, Tensor]:
+        """The next block's loss over our hidden state, and its weighted gradient by it.
+
+        A part of the batch at a time: the copy's activations are most of what look-ahead adds to
+        a worker's memory, and they need not outlive their part.
+        """
+        assert self.ahead is not None
+        leaf = hidden.detach().requires_grad_()
+        total = 0.0
+        for part in torch.arange(len(x)).chunk(AHEAD_PARTS):
+            rows = slice(int(part[0]), int(part[-1]) + 1)
+            loss, _ = self.ahead.loss(copy, x[rows], y[rows], leaf[rows], generator)
+            share = len(part) / len(x)
+            (loss * (share * self.run.training.look_ahead_weight)).backward()  # type: ignore[no-untyped-call]
+            total += share * loss.item()
+        assert leaf.grad is not None
+        return total, leaf.grad
 
     def _precision(self) -> AbstractContextManager[object]:
         if self.autocast is None:
             return nullcontext()
         return torch.autocast(self.device.type, dtype=self.autocast)
 
-    def _update(self, loss: Tensor) -> None:
+    def _update(self) -> None:
         training = self.run.training
         for group in self.optimizer.param_groups:
             group["lr"] = training.learning_rate_at(self.steps_done)
-        self.optimizer.zero_grad(set_to_none=True)
-        loss.backward()  # type: ignore[no-untyped-call]  # torch leaves it unannotated
         torch.nn.utils.clip_grad_norm_(self.block.parameters(), training.clip_norm)
         self.optimizer.step()
         self.steps_done += 1

@@ -123,26 +123,38 @@ def test_positions_beyond_the_context_are_refused(start: int, length: int) -> No
     """Not broadcast: one row of the table would silently serve for all positions."""
     rotary = RotaryPositions(16, 8)
     with pytest.raises(UsageError, match="context"):
-        rotary(torch.zeros(1, 2, length, 8), start)
+        rotary(torch.zeros(1, length, 3, 2, 8), start)
+
+
+def rotated(rotary: RotaryPositions, x: torch.Tensor, start: int) -> torch.Tensor:
+    """(length, head_width) as the q of one head."""
+    q, k, v = rotary(x[None, :, None, None, :].expand(1, -1, 3, 1, -1), start)
+    assert torch.equal(q, k) and torch.equal(v[0, 0], x)
+    return q[0, 0]
 
 
 @given(m=st.integers(0, 20), n=st.integers(0, 20), shift=st.integers(0, 43))
 def test_rotary_products_depend_on_the_distance_alone(m: int, n: int, shift: int) -> None:
     rotary = RotaryPositions(64, 8)
     q, k = torch.randn(2, 1, 8, generator=seeded(m * 21 + n))
-    here = (rotary(q[None], m) * rotary(k[None], n)).sum()
-    there = (rotary(q[None], m + shift) * rotary(k[None], n + shift)).sum()
+    here = (rotated(rotary, q, m) * rotated(rotary, k, n)).sum()
+    there = (rotated(rotary, q, m + shift) * rotated(rotary, k, n + shift)).sum()
     assert float(here) == pytest.approx(float(there), abs=1e-4)
-    assert float(rotary(q[None], m).norm()) == pytest.approx(float(q.norm()), rel=1e-5)
+    assert float(rotated(rotary, q, m).norm()) == pytest.approx(float(q.norm()), rel=1e-5)
 
 
 def test_rotary_turns_by_position_times_frequency() -> None:
     rotary = RotaryPositions(32, 4)
-    x = torch.tensor([1.0, 1.0, 0.0, 0.0]).expand(1, 3, 4)
-    turned = rotary(x, 5)
+    turned = rotated(rotary, torch.tensor([1.0, 1.0, 0.0, 0.0]).expand(3, 4), 5)
     angles = torch.tensor([[p * 1.0, p * 10000.0**-0.5] for p in (5, 6, 7)])
     expected = torch.cat([angles.cos(), angles.sin()], dim=-1)
-    assert torch.allclose(turned[0], expected, atol=1e-6)
+    assert torch.allclose(turned, expected, atol=1e-6)
+
+
+def test_the_gradient_of_rotary_is_its_own() -> None:
+    rotary = RotaryPositions(32, 4).double()
+    qkv = torch.randn(2, 3, 3, 2, 4, dtype=torch.float64, generator=seeded(1)).requires_grad_()
+    assert torch.autograd.gradcheck(lambda given: rotary(given, 5), (qkv,))
 
 
 def test_the_order_of_earlier_bytes_matters(tiny_run: MakeRun) -> None:
