@@ -23,13 +23,16 @@ CLOSE_S = 10.0
 class P2pdStream(asyncio.Protocol):
     """One connection to p2pd: `protocol.frames.Stream` on any asyncio loop.
 
-    Timers run only while a call really waits: a timeout around every call took a tenth of the
-    throughput.
+    It is in `alive`, its owner's set, until the connection is gone. Timers run only while a call
+    really waits: a timeout around every call took a tenth of the throughput.
     """
 
-    def __init__(self) -> None:
+    def __init__(self, alive: set[P2pdStream]) -> None:
+        self._alive = alive
+        alive.add(self)
         self._loop = asyncio.get_running_loop()
         self._transport: asyncio.Transport | None = None
+        self._aborted = False
         self._chunks: deque[bytes] = deque()
         self._offset = 0  # into the first chunk
         self._buffered_bytes = 0
@@ -47,6 +50,9 @@ class P2pdStream(asyncio.Protocol):
 
     def connection_made(self, transport: asyncio.BaseTransport) -> None:
         self._transport = cast(asyncio.Transport, transport)
+        if self._aborted:  # nobody wants it any more
+            self._transport.abort()
+            return
         # 0: a write returns when the kernel has all of it, so that the data may be reused.
         self._transport.set_write_buffer_limits(high=0)
         raw = transport.get_extra_info("socket")
@@ -72,6 +78,7 @@ class P2pdStream(asyncio.Protocol):
         self._broken = self._broken or error is not None
         self._ended = True
         self._writing_paused = True
+        self._alive.discard(self)
         _wake(self._readable)
         _wake(self._writable)
         _wake(self._closed)
@@ -128,18 +135,25 @@ class P2pdStream(asyncio.Protocol):
             await asyncio.sleep(0)
 
     async def close(self) -> None:
+        """Let what was written go out, then end it. Whatever happens meanwhile, it ends."""
         if self._transport is None:
             return
         self._transport.close()
-        if not self._closed.done():
-            try:
-                await self._wait(self._closed, CLOSE_S)
-            except Stalled:
-                self._transport.abort()
+        try:
+            await self.gone(CLOSE_S)
+        finally:
+            self.abort()
 
     def abort(self) -> None:
+        """End it now, also if it is still being made. The second time nothing happens."""
+        self._aborted = True
         if self._transport is not None:
             self._transport.abort()
+
+    async def gone(self, timeout_s: float) -> None:
+        """Wait until the loop has let go of the connection: a turn after an `abort`."""
+        if not self._closed.done():
+            await asyncio.wait({self._closed}, timeout=timeout_s)  # must not cancel it
 
     def _check_writable(self) -> None:
         if self._transport is None or self._closed.done() or self._transport.is_closing():

@@ -2,12 +2,13 @@
 
 Blocks come from a model folder, or from a run whose log it follows. Decides what the run of a
 folder is called, when a newer version is fetched, and how often the host announces itself. What
-serving is stands in `serving.py`; a host that trains calls `serve_weights` itself.
+serving is stands in `serving.py`; how a host that trains serves, in `serve_trained.py`.
 """
 
 from __future__ import annotations
 
 import asyncio
+import copy
 import logging
 from collections.abc import Callable, Sequence
 from contextlib import suppress
@@ -31,7 +32,7 @@ from protocol.messages import Purpose
 from protocol.records import Record, Role
 from swarm.composition import ComposedModel
 from swarm.flat import Floats, flat_size, initial_flat, load_flat
-from swarm.model import Block
+from swarm.model import Block, block_of
 from swarm.run import Run
 from swarm.runfile import (
     DataRules,
@@ -128,6 +129,7 @@ class RunSource:
     ) -> None:
         self.run_file, self.network, self.device = run_file, network, device
         run = run_file.run
+        self.templates = {block: new_template(run, block) for block in blocks}
         self.followers = {
             block: Follower(
                 FollowSettings(
@@ -158,37 +160,39 @@ class RunSource:
                     _log.info("block %d stays at round %d: %s", block, follower.round, error)
                     continue
                 if moved:
-                    weights = follower.weights()
-                    serve_weights(server, block, follower.round + 1, weights, self.device)
+                    version, weights = follower.round + 1, follower.weights()
+                    template = self.templates[block]
+                    digest, module = await asyncio.to_thread(
+                        built_module, template, weights, self.device
+                    )
+                    server.offer(block, version, digest, module)
             await asyncio.sleep(max(FOLLOW_MIN_S, self.run_file.rounds.period_s / 2))
 
 
-def serve_weights(
-    server: BlockServer, block: int, version: int, flat: Floats, device: torch.device | str = "cpu"
-) -> None:
-    """Offer a block's weights as of a version. What a host that trains calls after each round."""
-    run = server.run
-    module = Block(run.model, run.training.objective, first=block == 0)
+def new_template(run: Run, block: int) -> Block:
+    """A block of the run's shape, with no weights that matter."""
+    return block_of(run, block).requires_grad_(False)
+
+
+def built_module(
+    template: Block, flat: Floats, device: torch.device | str = "cpu"
+) -> tuple[bytes, Block]:
+    """A module with these weights, and their digest. May run in a thread: it draws nothing."""
+    module = copy.deepcopy(template)
     load_flat(module, flat)
-    module.requires_grad_(False)
-    digest = bytes.fromhex(weights_digest(module.state_dict()))
-    server.offer(block, version, digest, module.to(device))
+    return bytes.fromhex(weights_digest(module.state_dict())), module.to(device)
+
+
+def serve_weights(server: BlockServer, block: int, version: int, flat: Floats) -> None:
+    """Offer a block's weights as of a version, built here and now."""
+    digest, module = built_module(new_template(server.run, block), flat)
+    server.offer(block, version, digest, module)
 
 
 def versions_kept(run: Run) -> int:
     """Staggered versions reach back one round per block; one more for requests under way."""
     staggered = run.model.relays and run.training.staggered
     return max(VERSIONS_KEPT, run.model.blocks + 1) if staggered else VERSIONS_KEPT
-
-
-def serve_block(network: Network, run_id: bytes, run: Run) -> BlockServer:
-    """For a host that trains: answer sweeps from now on, with whatever `serve_weights` offers.
-
-    Its records must have the role SERVER besides; `stop` the server before the network.
-    """
-    server = BlockServer(network, run_id, run, versions_kept=versions_kept(run))
-    server.start()
-    return server
 
 
 @dataclass(frozen=True)

@@ -12,9 +12,9 @@ import asyncio
 import logging
 import time
 from collections.abc import Awaitable, Callable
-from contextlib import AbstractContextManager
+from contextlib import AbstractContextManager, ExitStack
 from dataclasses import dataclass
-from typing import Any, TypeVar
+from typing import Any, Self, TypeVar
 
 from node.gate import Gate
 from protocol import frames, messages
@@ -25,6 +25,7 @@ from protocol.ledger import Ledger
 from protocol.limits import (
     BLOCK_NONE,
     BULK_DEADLINE_S,
+    CE_MAX_NATS,
     CONTROL_DEADLINE_S,
     EXCHANGES_PER_STREAM,
     Kind,
@@ -81,6 +82,35 @@ _ENDS_STREAM = {
 }
 
 
+class _Place:
+    """A stream's place. In the lobby it is only told `busy`, until it can move up."""
+
+    def __init__(self, peer_id: bytes, streams: Gate, lobby: Gate) -> None:
+        self._peer_id, self._streams, self._lobby = peer_id, streams, lobby
+        self._held = ExitStack()
+        self._up = False
+
+    def __enter__(self) -> Self:
+        if self.move_up() is not None:
+            self._held.enter_context(self._lobby.enter(self._peer_id))
+        return self
+
+    def __exit__(self, *_: object) -> None:
+        self._held.close()
+
+    def move_up(self) -> frames.Busy | None:
+        """Take a real place if there is one; None if it has one."""
+        if not self._up:
+            found = ExitStack()
+            try:
+                found.enter_context(self._streams.enter(self._peer_id))
+            except frames.Busy as busy:
+                return busy
+            self._held.close()
+            self._held, self._up = found, True
+        return None
+
+
 class Service:
     """The handlers of a node. One object for all transports that it listens on."""
 
@@ -118,30 +148,17 @@ class Service:
         """Serve one incoming stream to its end. Leaves it closed, or aborted after an error."""
         channel = Channel(stream, self._deadline())
         try:
-            with self._streams.enter(peer_id):
+            with _Place(peer_id, self._streams, self._lobby) as place:
                 async with channel:
                     for _ in range(EXCHANGES_PER_STREAM):
-                        if not await self._exchange(channel, peer_id):
+                        if not await self._exchange(channel, peer_id, place):
                             break
-        except frames.Busy as busy:
-            await self._turn_away(channel, peer_id, busy)
+        except frames.Busy:
+            stream.abort()  # even the lobby is full: nobody can hold all of it
         except WireError as error:
             _log.debug("stream of %s: %s", peer_text(peer_id), error)
 
-    async def _turn_away(self, channel: Channel, peer_id: bytes, busy: frames.Busy) -> None:
-        """Too many streams: hear the request, so that the peer hears our answer."""
-        try:
-            with self._lobby.enter(peer_id):
-                async with channel:
-                    await channel.receive_head()
-                    await messages.send(channel, _busy_reply(busy))
-                    await self._until_closed(channel)
-        except WireError:
-            channel.stream.abort()  # also if even the lobby is full: nobody can hold all of it
-        finally:
-            self._book(channel, peer_id, Purpose.CONTROL, BLOCK_NONE)
-
-    async def _exchange(self, channel: Channel, peer_id: bytes) -> bool:
+    async def _exchange(self, channel: Channel, peer_id: bytes, place: _Place) -> bool:
         """One request and its answer; whether the stream goes on."""
         purpose, block = int(Purpose.CONTROL), BLOCK_NONE
         channel.deadline = self._deadline()
@@ -150,6 +167,9 @@ class Service:
                 head = await channel.receive_head()
                 request = messages.decode(head)
                 purpose, block = purpose_of(request)
+                if (busy := place.move_up()) is not None:
+                    await channel.receive_payload(head, lambda data: None)
+                    raise busy
                 if request.KIND in self._intakes:
                     reply: Reply | None = await self._take(channel, head, request, peer_id)
                 else:
@@ -250,6 +270,7 @@ class Status:
     role: int
     round: int
     blocks: tuple[int, ...] = ()
+    ce_nats: float | None = None  # of the consensus, as measured here last
 
 
 def serve_basics(
@@ -278,6 +299,7 @@ def serve_basics(
                 now_s=clock(),
                 blocks=now.blocks,
                 agent=AGENT,
+                ce_nats=now.ce_nats if now.ce_nats and 0 < now.ce_nats < CE_MAX_NATS else 0.0,
             )
         )
 

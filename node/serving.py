@@ -12,16 +12,18 @@ import contextlib
 import logging
 import time
 from collections import OrderedDict, deque
-from collections.abc import Awaitable, Coroutine, Iterator
+from collections.abc import Awaitable, Callable, Coroutine, Iterator
 from concurrent.futures import ThreadPoolExecutor
 from dataclasses import dataclass, field
+from functools import partial
 from typing import Any
 
 from node.network import Network
 from node.service import Reply
 from node.sweep_carry import Carrier
-from node.sweep_compute import Session, compute
-from protocol.errors import UsageError, WireError
+from node.sweep_compute import Session, compute, compute_joint
+from node.sweep_sessions import HOLD_S, Key, Sessions
+from protocol.errors import UsageError
 from protocol.frames import Busy, Refused
 from protocol.messages import ErrorCode
 from protocol.parcel import Garbage, Parcel, parcel_bytes, unpack_parcel
@@ -38,8 +40,11 @@ from protocol.serving import (
     Version,
 )
 from swarm.composition import default_weights
+from swarm.denoise import JointDenoising
 from swarm.model import Block
+from swarm.noise import target_table
 from swarm.run import Run
+from swarm.sweep import Passage
 
 _log = logging.getLogger(__name__)
 
@@ -47,9 +52,7 @@ VERSIONS_KEPT = 2  # of each block: a request that pinned the one before still f
 WAITING_MAX = 32  # sweeps in the queue
 HELD_MAX_BYTES = 256 << 20  # payloads of all sweeps that are here
 BATCH_MAX = 16  # sweeps that go through a block together
-SESSIONS_MAX = 64
-SESSIONS_MAX_BYTES = 1 << 30  # keys and values of all sessions with full contexts
-SESSION_IDLE_S = 60.0
+MOVES_MAX = 65535
 _FIRST_GUESS_S = 0.1
 _MEMORY = 0.2
 
@@ -72,6 +75,10 @@ class Job:
     end_s: float
     size_bytes: int
     handed: asyncio.Event = field(default_factory=asyncio.Event)
+    moves: int = 0  # how often it came nearer to being handed on
+
+    def moved(self) -> None:
+        self.moves = min(self.moves + 1, MOVES_MAX)
 
     @property
     def hop(self) -> Hop:
@@ -82,13 +89,19 @@ class Job:
         return self.sweep.client or self.caller  # at the first place the caller is the client
 
     @property
+    def session(self) -> tuple[bytes, bytes, bytes]:
+        """Whose caches it goes on from: a client's, of one text, for one version."""
+        return (self.client, self.sweep.session, self.hop.digest)
+
+    @property
     def shape(self) -> tuple[object, ...]:
-        """Sweeps of one shape can go through a block together. One with a cache goes alone."""
+        """Sweeps of one shape can go through a block together.
+
+        With caches that means: as many positions in them, since a batch has one mask.
+        """
         s = self.sweep
-        if s.mode == Mode.VERIFY:
-            return (s.sweep,)
-        return (self.hop.digest, self.hop.weight, s.place == 0, s.hidden, s.weight > 0,
-                s.context, s.drafts, s.length)  # fmt: skip
+        return (s.mode, self.hop.digest, self.hop.weight, s.place == 0, s.hidden, s.weight > 0,
+                s.start, s.context, s.drafts, s.length)  # fmt: skip
 
 
 class BlockServer:
@@ -112,13 +125,16 @@ class BlockServer:
         self.weights = weights or default_weights(run)
         self.temperature, self.versions_kept = temperature, versions_kept
         self.carrier = Carrier(network, run.model)
+        self.joint: JointDenoising | None = None
+        if run.denoises:
+            self.joint = JointDenoising(run, target_table(run.seed, run.model.width))
         self.usual_s = _FIRST_GUESS_S
         self._served: OrderedDict[bytes, Served] = OrderedDict()
         self._waiting: deque[Job] = deque()
         self._jobs: dict[bytes, Job] = {}
-        self._sessions: OrderedDict[tuple[bytes, bytes, bytes], Session] = OrderedDict()
-        self._sessions_max = max(2, min(SESSIONS_MAX, SESSIONS_MAX_BYTES // session_bytes(run)))
+        self.sessions = Sessions(run)
         self._held_bytes = 0
+        self.muted = False  # takes nothing new; what is here goes on
         self._wake = asyncio.Event()
         self._thread = ThreadPoolExecutor(1, thread_name_prefix="serving")
         self._worker: asyncio.Task[None] | None = None
@@ -139,7 +155,7 @@ class BlockServer:
             task.cancel()
         await asyncio.gather(*tasks, return_exceptions=True)
         await self.carrier.close()
-        self._thread.shutdown(wait=True)
+        await asyncio.to_thread(self._thread.shutdown)  # what it computes now it ends
 
     def offer(self, block: int, round_: int, digest: bytes, module: Block) -> None:
         """Serve this version from now on; of each block the newest few are kept."""
@@ -149,6 +165,11 @@ class BlockServer:
         for old in of_block[: -self.versions_kept]:
             del self._served[old]
 
+    def serve_only(self, block: int) -> None:
+        """Drop the versions of all other blocks: a host that trains has moved to this one."""
+        for digest in [d for d, s in self._served.items() if s.version.block != block]:
+            del self._served[digest]
+
     @property
     def blocks(self) -> tuple[int, ...]:
         return tuple(sorted({served.version.block for served in self._served.values()}))
@@ -157,8 +178,9 @@ class BlockServer:
 
     async def _describe(self, request: ServingRequest, _: bytes) -> Reply:
         self._check_run(request.run)
+        offered = () if self.muted else self._served.values()
         reply = ServingReply(
-            versions=tuple(served.version.pack() for served in self._served.values()),
+            versions=tuple(served.version.pack() for served in offered),
             waiting=len(self._waiting),
             usual_s=min(self.usual_s, 3600.0),
             weights=self.weights,
@@ -183,16 +205,27 @@ class BlockServer:
         shape, hop = self.run.model, sweep.hops()[sweep.place]
         if sweep.start + sweep.context + sweep.length > shape.context:
             raise Refused(ErrorCode.NOT_ALLOWED, f"the context is {shape.context} bytes")
+        if sweep.mode == Mode.DENOISE and self.joint is None:
+            raise Refused(ErrorCode.NOT_ALLOWED, "these blocks were not trained to denoise")
         if size_bytes != parcel_bytes(sweep, shape.width):
             raise Refused(ErrorCode.NOT_ALLOWED, "a payload of another size than its header says")
         served = self._served.get(hop.digest)
+        if self.muted:
+            raise Refused(ErrorCode.NOT_FOUND, "this host does not serve at the moment")
         if served is None or served.version.block != hop.block:
             raise Refused(ErrorCode.NOT_FOUND, "this version is not here (any more)")
-        if sweep.start and self._session_of(sweep, sweep.client or caller) is None:
-            raise Refused(ErrorCode.NOT_FOUND, "no such session here (any more)")
-        if len(self._waiting) >= WAITING_MAX or self._held_bytes + size_bytes > HELD_MAX_BYTES:
-            raise Busy(min(max(self.usual_s * len(self._waiting), 0.05), 5.0))
+        self._admit_session(sweep, (sweep.client or caller, sweep.session, hop.digest))
+        queue_s = self.usual_s * len(self._waiting)
+        full = len(self._waiting) >= WAITING_MAX or queue_s > sweep.budget_s
+        if full or self._held_bytes + size_bytes > HELD_MAX_BYTES:
+            raise Busy(min(max(queue_s, 0.05), 5.0))
         return self._admitted(size_bytes)
+
+    def _admit_session(self, sweep: Sweep, key: Key) -> None:
+        if sweep.start and self.sessions.find(key, sweep.start) is None:
+            raise Refused(ErrorCode.NOT_FOUND, "no such session here (any more)")
+        if sweep.session and not sweep.start and self.sessions.full:
+            raise Busy(HOLD_S)
 
     async def _take(self, sweep: Sweep, payload: bytes, caller: bytes) -> Reply:
         try:
@@ -211,7 +244,9 @@ class BlockServer:
 
     async def _wait(self, request: SweepWait, _: bytes) -> Reply:
         job = self._jobs.get(request.sweep)
-        return Reply(SweepHanded(handed=int(job is None or job.handed.is_set())))
+        if job is None:
+            return Reply(SweepHanded(handed=1))
+        return Reply(SweepHanded(handed=int(job.handed.is_set()), moves=job.moves))
 
     def _check_run(self, run_id: bytes) -> None:
         if run_id != self.run_id:
@@ -220,32 +255,61 @@ class BlockServer:
     # --- the queue ------------------------------------------------------------------------------
 
     async def _work(self) -> None:
-        loop = asyncio.get_running_loop()
         while True:
             if not self._waiting:
                 self._wake.clear()
                 with contextlib.suppress(TimeoutError):
-                    async with asyncio.timeout(SESSION_IDLE_S):
+                    async with asyncio.timeout(self.sessions.idle_s):
                         await self._wake.wait()
-                self._forget_sessions()
+            self.sessions.forget_idle()
             jobs = self._next_batch()
-            if not jobs:
-                continue
-            began_s = time.monotonic()
-            try:
-                served = self._served[jobs[0].hop.digest]
-                session = self._session_for(jobs[0])
-                parcels = await loop.run_in_executor(
-                    self._thread, compute, served.module, [(j.sweep, j.parcel) for j in jobs],
-                    session,
-                )  # fmt: skip
-            except Exception as error:
-                self._failed(jobs, error)
-                continue
-            spent_s = (time.monotonic() - began_s) / len(jobs)
-            self.usual_s += _MEMORY * (spent_s - self.usual_s)
-            for job, passage in zip(jobs, parcels, strict=True):
-                self._spawn(self._carry(job, self.carrier.carry(job, passage)))
+            if jobs:
+                await self._compute(jobs)
+
+    async def _compute(self, jobs: list[Job]) -> None:
+        """Through the block, all at once; then each on its way."""
+        loop, began_s = asyncio.get_running_loop(), time.monotonic()
+        served = self._served.get(jobs[0].hop.digest)
+        if served is None:
+            return self._fail(jobs, Trouble.NO_SESSION)  # a newer version has replaced it
+        jobs, sessions = self._with_sessions(jobs, served.module)
+        if not jobs:
+            return
+        work = [(job.sweep, job.parcel) for job in jobs]
+        try:
+            passages = await loop.run_in_executor(
+                self._thread, self._pass, served.module, work, sessions
+            )
+        except Exception as error:
+            _log.exception("a block could not be computed", exc_info=error)
+            return self._fail(jobs, Trouble.INTERNAL)
+        spent_s = (time.monotonic() - began_s) / len(jobs)
+        self.usual_s += _MEMORY * (spent_s - self.usual_s)
+        for job in (*jobs, *self._waiting):
+            job.moved()
+        for job, passage in zip(jobs, passages, strict=True):
+            self._spawn(self._carry(job, partial(self.carrier.carry, job, passage)))
+
+    def _pass(
+        self, module: Block, work: list[tuple[Sweep, Parcel]], sessions: list[Session]
+    ) -> list[Passage]:
+        if self.joint is not None and work[0][0].mode == Mode.DENOISE:
+            return compute_joint(self.joint, module, work)
+        return compute(module, work, sessions)
+
+    def _with_sessions(self, jobs: list[Job], module: Block) -> tuple[list[Job], list[Session]]:
+        """The verifications with their caches; those whose caches went meanwhile fail."""
+        if not jobs[0].sweep.session:
+            return jobs, []
+        able, sessions = [], []
+        for job in jobs:
+            session = self.sessions.open(job.session, job.sweep.start, module.new_cache)
+            if session is None:
+                self._fail([job], Trouble.NO_SESSION)
+            else:
+                able.append(job)
+                sessions.append(session)
+        return able, sessions
 
     def _next_batch(self) -> list[Job]:
         """The oldest waiting sweep, and those that can go with it. Late ones are dropped."""
@@ -256,24 +320,27 @@ class BlockServer:
         if not self._waiting:
             return []
         shape = self._waiting[0].shape
-        batch = [job for job in self._waiting if job.shape == shape][:BATCH_MAX]
+        batch: list[Job] = []
+        for job in self._waiting:
+            # A sweep that came twice (its sender took us for dead) must not meet itself.
+            twice = job.sweep.session and any(job.session == other.session for other in batch)
+            if job.shape == shape and not twice and len(batch) < BATCH_MAX:
+                batch.append(job)
         for job in batch:
             self._waiting.remove(job)
         return batch
 
-    def _failed(self, jobs: list[Job], error: Exception) -> None:
-        """A version or session that went meanwhile, or a fault of ours: the client hears it."""
-        trouble = Trouble.NO_SESSION if isinstance(error, WireError) else Trouble.INTERNAL
-        if trouble == Trouble.INTERNAL and not isinstance(error, KeyError):
-            _log.exception("a block could not be computed", exc_info=error)
+    def _fail(self, jobs: list[Job], trouble: Trouble) -> None:
+        """The client hears that it has to begin again."""
         for job in jobs:
             sweep = self.carrier.with_client(job)
-            report = self.carrier.fail(sweep, trouble, "it could not be computed", b"")
+            report = partial(self.carrier.fail, sweep, trouble, "it could not be computed", b"")
             self._spawn(self._carry(job, report))
 
-    async def _carry(self, job: Job, work: Awaitable[None]) -> None:
+    async def _carry(self, job: Job, work: Callable[[], Awaitable[None]]) -> None:
+        """`work` is made here: a task cancelled before its first step must not leave it behind."""
         try:
-            await work
+            await work()
         finally:
             self._release(job)
 
@@ -282,38 +349,6 @@ class BlockServer:
         self._held_bytes -= job.size_bytes
         if self._jobs.get(job.sweep.sweep) is job:
             del self._jobs[job.sweep.sweep]
-
-    # --- sessions -------------------------------------------------------------------------------
-
-    def _session_of(self, sweep: Sweep, client: bytes) -> Session | None:
-        key = (client, sweep.session, sweep.hops()[sweep.place].digest)
-        session = self._sessions.get(key)
-        return session if session is not None and session.length >= sweep.start else None
-
-    def _session_for(self, job: Job) -> Session | None:
-        """The caches of a verification; new ones if it begins at position 0."""
-        sweep = job.sweep
-        if sweep.mode != Mode.VERIFY:
-            return None
-        self._forget_sessions()
-        session = self._session_of(sweep, job.client)
-        if session is None:
-            if sweep.start:
-                raise Refused(ErrorCode.NOT_FOUND, "no such session here (any more)")
-            session = Session(self._served[job.hop.digest].module.new_cache())
-        key = (job.client, sweep.session, job.hop.digest)
-        session.used_s = time.monotonic()
-        self._sessions[key] = session
-        self._sessions.move_to_end(key)
-        while len(self._sessions) > self._sessions_max:
-            self._sessions.popitem(last=False)
-        return session
-
-    def _forget_sessions(self) -> None:
-        """Those of clients that went away, or are through."""
-        oldest_s = time.monotonic() - SESSION_IDLE_S
-        for key in [k for k, session in self._sessions.items() if session.used_s < oldest_s]:
-            del self._sessions[key]
 
     def _spawn(self, work: Coroutine[Any, Any, None]) -> None:
         task = asyncio.create_task(work)
@@ -324,9 +359,3 @@ class BlockServer:
         self._carrying.discard(task)
         if not task.cancelled() and (error := task.exception()) is not None:
             _log.error("a sweep was lost", exc_info=error)
-
-
-def session_bytes(run: Run) -> int:
-    """Keys and values of one full context in one block."""
-    shape = run.model
-    return 2 * 4 * shape.layers * shape.width * shape.context

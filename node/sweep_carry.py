@@ -14,7 +14,7 @@ from typing import Protocol
 
 from node.network import Network
 from node.sweep_compute import outcome_of, parcel_of
-from node.sweep_handover import Accused, Handover, NoHost, NoSession
+from node.sweep_handover import Accused, Crowded, Handover, NoHost, NoSession
 from protocol.errors import WireError
 from protocol.limits import BLOCK_NONE, TEXT_MAX_BYTES
 from protocol.parcel import pack_outcome, pack_parcel
@@ -23,6 +23,8 @@ from swarm.run import ModelShape
 from swarm.sweep import Passage
 
 _log = logging.getLogger(__name__)
+
+BUSY_SHARE = 0.8  # of the time left, for a next host that is busy: the client must hear in time
 
 
 class CarriedJob(Protocol):
@@ -34,6 +36,8 @@ class CarriedJob(Protocol):
 
     @property
     def client(self) -> bytes: ...
+
+    def moved(self) -> None: ...
 
 
 class Carrier:
@@ -64,17 +68,25 @@ class Carrier:
                 return
             onward = replace(sweep, place=place, block=hops[place].block, budget_s=left_s)
             payload = pack_parcel(onward, self.shape.width, parcel_of(onward, passage))
+            end_s = time.monotonic() + BUSY_SHARE * left_s
             try:
-                await self.handover.to_any(hops[place], onward, payload, lambda _: job.handed.set())
+                await self.handover.to_any(
+                    hops[place], onward, payload, end_s, job.handed.set, job.moved
+                )
                 return
             except NoSession as error:
                 await self.fail(onward, Trouble.NO_SESSION, str(error), b"")
+                return
+            except Crowded as error:
+                await self.fail(onward, Trouble.BUSY, str(error), b"")
                 return
             except Accused:
                 return
             except NoHost as error:
                 later = sum(hop.weight for hop in hops[place + 1 :])
-                if sweep.start or passage.weight + later <= 0:
+                # Whoever denoised last has an output, whatever the blocks weigh.
+                weighed = passage.weight + later > 0 or passage.denoised is not None
+                if sweep.start or not weighed:
                     await self.fail(onward, Trouble.NOBODY, str(error), b"")
                     return
                 sweep = replace(sweep, missing=(*sweep.missing, hops[place].block))
@@ -94,7 +106,7 @@ class Carrier:
         message = SweepFailed(
             sweep=sweep.sweep,
             trouble=int(trouble),
-            block=sweep.block if trouble == Trouble.NOBODY else BLOCK_NONE,
+            block=BLOCK_NONE if trouble == Trouble.GARBAGE else sweep.block,
             blamed=blamed,
             reason=printable[:TEXT_MAX_BYTES],
         )

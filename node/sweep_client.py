@@ -16,9 +16,9 @@ from typing import Any
 
 from node.network import Network
 from node.service import Reply
-from node.sweep_handover import Handover, NoHost, NoSession
+from node.sweep_handover import Crowded, Handover, NoHost, NoSession
 from protocol.errors import BlockswarmError, WireError
-from protocol.frames import Refused
+from protocol.frames import Busy, Refused
 from protocol.limits import SWEEP_HOP_MAX_S
 from protocol.messages import ErrorCode
 from protocol.parcel import Garbage, Outcome, outcome_bytes, unpack_outcome
@@ -35,11 +35,14 @@ from protocol.serving import (
 from swarm.route import Offer, Route, choose_route
 from swarm.run import Run
 
-ASK_S = 5.0
+ASK_S, ASK_AGAIN_S = 5.0, 0.5
 SURVEY_EVERY_S = 15.0
+SURVEYS, SURVEY_AGAIN_S = 3, 0.5  # before nobody is there
 HOP_MIN_S = 2.0  # a host on a busy machine is not a dead one
 HOSTS_ASKED = 8  # of each block
 BLAME, SUSPICION = 2.0, 1.0
+# What a reporter gets for its report: it may be the liar itself.
+_SUSPICIONS: dict[int, float] = {Trouble.GARBAGE: SUSPICION, Trouble.BUSY: SUSPICION / 4}
 
 
 class NobodyServes(BlockswarmError):
@@ -85,6 +88,7 @@ class SweepClient:
         self.penalties: dict[bytes, float] = defaultdict(float)
         self.handover = Handover(network)
         self._surveyed_s = -SURVEY_EVERY_S
+        self._silent = False  # nobody answered the last survey
         self._surveying = asyncio.Lock()
         self._pending: dict[bytes, _Pending] = {}
         self._warned: set[str] = set()
@@ -97,7 +101,26 @@ class SweepClient:
     # --- who serves -----------------------------------------------------------------------------
 
     async def survey(self) -> None:
-        """Ask the hosts that announce to serve: latency, load and versions, measured now."""
+        """Ask the hosts that announce to serve: latency, load and versions, measured now.
+
+        If none answers it is perhaps we who are slow: look again, and once believe the answers of
+        before; a host that is really gone is gone around.
+        """
+        for attempt in range(SURVEYS):
+            if attempt:
+                await asyncio.sleep(SURVEY_AGAIN_S)
+            peers = await self._serving_peers()
+            asked = await asyncio.gather(*(self._ask(peer) for peer in peers))
+            self._surveyed_s = time.monotonic()
+            if any(asked):
+                self.offers = [offer for offer in asked if offer is not None]
+                self._silent = False
+                return
+        if self._silent:
+            self.offers = []
+        self._silent = True
+
+    async def _serving_peers(self) -> set[bytes]:
         blocks = range(self.run.model.blocks)
         found = await asyncio.gather(
             *(self.network.replicas(block) for block in blocks), return_exceptions=True
@@ -107,25 +130,33 @@ class SweepClient:
             if isinstance(records, list):
                 serving = [s.peer_id for s in records if s.record.role & Role.SERVER]
                 peers.update(serving[:HOSTS_ASKED])
-        peers.discard(self.network.peer_id)
-        asked = await asyncio.gather(*(self._ask(peer) for peer in peers))
-        self.offers = [offer for offer in asked if offer is not None]
-        self._surveyed_s = time.monotonic()
+        return peers - {self.network.peer_id}
 
     async def _ask(self, peer: bytes) -> Offer | None:
-        began_s = time.monotonic()
-        try:
-            answer = await self.network.request(
-                peer, ServingRequest(run=self.run_id), ServingReply, deadline_s=ASK_S
-            )
-            said = answer.message
-            versions = tuple(said.offered())
-        except WireError:
-            return None
-        latency_s = time.monotonic() - began_s
-        return Offer(
-            peer, versions, latency_s, said.waiting, said.usual_s, said.weights, said.temperature
-        )
+        """What one host offers. One that is busy is asked again: it is there."""
+        end_s = time.monotonic() + ASK_S
+        while (left_s := end_s - time.monotonic()) > 0:
+            began_s = time.monotonic()
+            try:
+                answer = await self.network.request(
+                    peer, ServingRequest(run=self.run_id), ServingReply, deadline_s=left_s
+                )
+                said = answer.message
+                latency_s = time.monotonic() - began_s
+                return Offer(
+                    peer,
+                    tuple(said.offered()),
+                    latency_s,
+                    said.waiting,
+                    said.usual_s,
+                    said.weights,
+                    said.temperature,
+                )
+            except Busy as busy:
+                await asyncio.sleep(min(busy.retry_after_s, ASK_AGAIN_S, left_s))
+            except WireError:
+                return None
+        return None
 
     async def route(self, leave_out: Collection[int], first: Mapping[int, bytes]) -> Route:
         """The way to take now. `first` are peers to keep, because they have the caches."""
@@ -177,9 +208,8 @@ class SweepClient:
         loop = asyncio.get_running_loop()
         pending = _Pending(sweep, route.peers, loop.create_future())
         self._pending[sweep.sweep] = pending
-        first = asyncio.create_task(
-            self.handover.to_any(route.hops[0], sweep, context, lambda peer: None)
-        )
+        end_s = time.monotonic() + sweep.budget_s
+        first = asyncio.create_task(self.handover.to_any(route.hops[0], sweep, context, end_s))
         try:
             async with asyncio.timeout(sweep.budget_s):
                 both: set[asyncio.Future[Any]] = {first, pending.result}
@@ -188,11 +218,15 @@ class SweepClient:
                     first.result()  # raises if nobody took it
                 return await pending.result
         except TimeoutError:
+            for hop in route.hops:  # somebody lost it, nobody knows who: others first next time
+                self.penalties[hop.peers[0]] += SUSPICION / 2
             raise SweepTrouble("the sweep did not come back in time") from None
+        except Crowded as error:
+            raise SweepTrouble(str(error), Trouble.BUSY, route.hops[0].block) from error
         except NoHost as error:
             raise SweepTrouble(str(error), Trouble.NOBODY, route.hops[0].block) from error
         except NoSession as error:
-            raise SweepTrouble(str(error), Trouble.NO_SESSION) from error
+            raise SweepTrouble(str(error), Trouble.NO_SESSION, route.hops[0].block) from error
         finally:
             del self._pending[sweep.sweep]
             await _let_go(first, pending.result)
@@ -227,7 +261,7 @@ class SweepClient:
     async def _failed(self, message: SweepFailed, caller: bytes) -> Reply:
         pending = self._pending.get(message.sweep)
         if pending is not None and caller in pending.peers and not pending.result.done():
-            self.penalties[caller] += SUSPICION if message.trouble == Trouble.GARBAGE else 0.0
+            self.penalties[caller] += _SUSPICIONS.get(message.trouble, 0.0)
             if message.blamed in pending.peers:
                 self.penalties[message.blamed] += BLAME
             error = SweepTrouble(message.reason, message.trouble, message.block)

@@ -16,9 +16,10 @@ from torch import Tensor
 from protocol.errors import WireError
 from protocol.parcel import LOG_FLOOR, Outcome, Parcel
 from protocol.serving import Mode, Sweep
+from swarm.denoise import JointDenoising, choose_bytes
 from swarm.generate import Sampling
-from swarm.model import Block
-from swarm.sweep import Cache, DraftOrder, Passage, byte_scores, draft, finish, score
+from swarm.model import Block, LayerCache
+from swarm.sweep import Cache, DraftOrder, Passage, byte_scores, denoise, draft, finish, score
 
 
 @dataclass
@@ -42,25 +43,73 @@ def sampling_of(sweep: Sweep) -> Sampling:
 
 
 def compute(
-    block: Block, work: Sequence[tuple[Sweep, Parcel]], session: Session | None
+    block: Block, work: Sequence[tuple[Sweep, Parcel]], sessions: Sequence[Session] = ()
 ) -> list[Passage]:
-    """Sweeps of one shape through one block: drafted at the first place, scored at the others."""
+    """Sweeps of one shape through one block: drafted at the first place, scored at the others.
+
+    Verifications come with a session each, all of them cut back to the same start.
+    """
     first = work[0][0]
     weight = first.hops()[first.place].weight
     bonus = first.mode == Mode.VERIFY
     device = block.embedding.weight.device
     cache = None
-    if session is not None:
+    for session in sessions:
         if session.length < first.start:
             raise LostCache("the caches are gone")
         for layer in session.cache:
             layer.truncate(first.start)
-        cache = session.cache
+    if sessions:
+        cache = sessions[0].cache if len(sessions) == 1 else _joined(sessions)
     passages = [passage_of(sweep, parcel, device) for sweep, parcel in work]
     if first.place == 0:
         orders = [DraftOrder(s.drafts, s.length, sampling_of(s)) for s, _ in work]
-        return draft(block, passages, orders, weight, bonus, cache)
-    return score(block, passages, weight, bonus, cache)
+        passed = draft(block, passages, orders, weight, bonus, cache)
+    else:
+        passed = score(block, passages, weight, bonus, cache)
+    if cache is not None and len(sessions) > 1:
+        _part(cache, sessions)
+    return passed
+
+
+def compute_joint(
+    joint: JointDenoising, block: Block, work: Sequence[tuple[Sweep, Parcel]]
+) -> list[Passage]:
+    """Sweeps of joint denoising, of one shape, through one block. At the first place z is noise."""
+    index, device = work[0][0].block, block.embedding.weight.device
+    joint = joint.on(device)
+    passages = []
+    for sweep, parcel in work:
+        passage = passage_of(sweep, parcel, device)
+        if sweep.place == 0:
+            passage = replace(passage, z=joint.first_z(index, sweep.length, sweep.seed))
+        passages.append(passage)
+    return denoise(joint, block, index, passages)
+
+
+def _joined(sessions: Sequence[Session]) -> Cache:
+    """The caches of several texts of one length as those of one batch."""
+    joined: Cache = []
+    for layers in zip(*(session.cache for session in sessions), strict=True):
+        one = LayerCache()
+        if layers[0].length:
+            one.keys = torch.cat([_there(layer.keys) for layer in layers])
+            one.values = torch.cat([_there(layer.values) for layer in layers])
+        joined.append(one)
+    return joined
+
+
+def _part(joined: Cache, sessions: Sequence[Session]) -> None:
+    """Give every session its own again: a copy, or one session would keep all others' memory."""
+    for index, session in enumerate(sessions):
+        for layer, one in zip(session.cache, joined, strict=True):
+            layer.keys = _there(one.keys)[index : index + 1].clone()
+            layer.values = _there(one.values)[index : index + 1].clone()
+
+
+def _there(tensor: Tensor | None) -> Tensor:
+    assert tensor is not None
+    return tensor
 
 
 def passage_of(sweep: Sweep, parcel: Parcel, device: torch.device) -> Passage:
@@ -70,8 +119,10 @@ def passage_of(sweep: Sweep, parcel: Parcel, device: torch.device) -> Passage:
         return torch.from_numpy(np.array(array)).to(device, dtype)
 
     context = tensor(parcel.context, torch.int64)
-    drafts = tensor(parcel.drafts if sweep.place else np.zeros((0, 0), np.uint8), torch.int64)
-    assert context is not None and drafts is not None
+    drafts = tensor(parcel.drafts, torch.int64) if sweep.place else None
+    if drafts is None:  # not written yet
+        drafts = torch.zeros(0, 0, dtype=torch.int64, device=device)
+    assert context is not None
     return Passage(
         context,
         drafts,
@@ -80,6 +131,7 @@ def passage_of(sweep: Sweep, parcel: Parcel, device: torch.device) -> Passage:
         tensor(parcel.state),
         sweep.weight,
         tensor(parcel.drafted),
+        tensor(parcel.z),
     )
 
 
@@ -97,11 +149,17 @@ def parcel_of(sweep: Sweep, passage: Passage) -> Parcel:
         _array(context) if sweep.hidden else None,
         _array(drafts) if sweep.hidden else None,
         _array(passage.state),
+        None if passage.denoised is None else _array(passage.denoised.z_for(sweep.block)),
     )
 
 
 def outcome_of(sweep: Sweep, passage: Passage) -> Outcome:
     """What the client asked for, from the composed log-probabilities."""
+    if passage.denoised is not None:
+        posterior = passage.denoised.posterior.cpu()
+        chosen = choose_bytes(posterior, sampling_of(sweep))
+        own = byte_scores(posterior, chosen, sampling_of(sweep)).clamp_min(LOG_FLOOR)
+        return Outcome(_bytes(chosen[None]), scores=_array(own[None]))
     composed = finish(passage, sweep.composed)
     outcome = Outcome(_bytes(passage.drafts), _drafted(sweep, passage))
     if sweep.mode == Mode.ONE_SWEEP:

@@ -1,11 +1,13 @@
 """One output of a swarm that serves: sweep after sweep, by whatever route, until it is written.
 
 Decides what happens after a failure: another route, caches begun anew, a block left out that
-nobody serves. Which bytes are kept is `swarm.writer`'s business.
+nobody serves; and how long busy hosts are waited for. Which bytes are kept is `swarm.writer`'s
+business.
 """
 
 from __future__ import annotations
 
+import asyncio
 import secrets
 import time
 from collections import Counter
@@ -17,24 +19,35 @@ import torch
 from node.sweep_client import Result, SweepClient, SweepTrouble
 from protocol.limits import SWEEP_BUDGET_MAX_S, SWEEP_ID_BYTES
 from protocol.serving import Mode, Sweep, Trouble
+from swarm.denoise import require_denoising
 from swarm.generate import Sampling
 from swarm.route import Route
 from swarm.sweep import byte_scores
 from swarm.writer import Ask, SweepWriter, VerifiedWriter
 
 ATTEMPTS = 6  # at one sweep; every one takes another way
+PATIENCE_S = 120.0  # with hosts that are busy
+BUSY_AGAIN_S = 0.5
+# How often a block may be refused in a row before we go on without it.
+_REFUSALS: dict[int, int] = {Trouble.NOBODY: 1, Trouble.NO_SESSION: 3}
 TRUSTING = 2  # after so many attempts an answer without a block is taken as it is
 
 
 @dataclass(frozen=True)
 class Order:
-    """What is to be written. `draft_length` None: one sweep of whole drafts."""
+    """What is to be written. `draft_length` None: one sweep of whole drafts, or with `joint` of no
+    drafts at all: every block denoises all bytes of the output (the mode `denoise`).
+
+    `patience_s`: for one sweep, with hosts that are busy. The queues before them move.
+    """
 
     prompt: bytes
     length: int
     sampling: Sampling
     drafts: int = 8
     draft_length: int | None = None
+    patience_s: float = PATIENCE_S
+    joint: bool = False
 
 
 @dataclass
@@ -54,6 +67,8 @@ class Output:
     """Write one output. `figures` are complete when `write` is through."""
 
     def __init__(self, client: SweepClient, order: Order) -> None:
+        if order.joint:
+            require_denoising(client.run)
         self.client, self.order, self.figures = client, order, Figures()
         self._left_out: set[int] = set()
         self._refusals: Counter[int] = Counter()  # block -> sweeps that nobody took there
@@ -63,7 +78,8 @@ class Output:
     async def write(self) -> AsyncIterator[bytes]:
         """The bytes as they are decided."""
         began_s = time.monotonic()
-        pieces = self._whole() if self.order.draft_length is None else self._verified()
+        whole = self.order.draft_length is None or self.order.joint
+        pieces = self._whole() if whole else self._verified()
         async for piece in pieces:
             self.figures.first_s = self.figures.first_s or time.monotonic() - began_s
             self.figures.seconds = time.monotonic() - began_s
@@ -74,8 +90,13 @@ class Output:
         writer = SweepWriter(order.prompt, order.length, context, order.sampling)
         while not writer.done:
             outcome = (await self._result(writer)).outcome
-            assert outcome.scores is not None and outcome.drafted is not None
+            assert outcome.scores is not None
             scores = torch.from_numpy(outcome.scores.copy())
+            if order.joint:
+                self.figures.score_nats += float(scores.sum())
+                yield writer.add(outcome.drafts[0].tobytes())
+                continue
+            assert outcome.drafted is not None
             rows = [row.tobytes() for row in outcome.drafts]
             piece = writer.hear(rows, scores, torch.from_numpy(outcome.drafted.copy()))
             self.figures.score_nats += float(scores[rows.index(piece)].sum())
@@ -104,17 +125,26 @@ class Output:
     # --- one sweep, until it comes back ----------------------------------------------------------
 
     async def _result(self, writer: SweepWriter | VerifiedWriter) -> Result:
-        for attempt in range(ATTEMPTS):
+        end_s = time.monotonic() + self.order.patience_s
+        attempt = 0
+        while attempt < ATTEMPTS:
             route = await self.client.route(self._left_out, self._keep)
             ask = writer.ask()
             try:
                 result = await self.client.send(route, self._sweep(route, ask), ask.context)
             except SweepTrouble as error:
+                if error.trouble == Trouble.BUSY and time.monotonic() > end_s:
+                    raise
                 self._around(error)
+                if error.trouble == Trouble.BUSY:
+                    await asyncio.sleep(BUSY_AGAIN_S)
+                else:
+                    attempt += 1
                 if isinstance(writer, VerifiedWriter):
                     writer.restart()
                 continue
             if result.missing and attempt < TRUSTING and await self._distrusts(route, result):
+                attempt += 1
                 if isinstance(writer, VerifiedWriter):
                     writer.restart()
                 continue
@@ -129,17 +159,19 @@ class Output:
         return True
 
     def _sweep(self, route: Route, ask: Ask) -> Sweep:
-        verify, sampling = self.order.draft_length is not None, self.order.sampling
+        order, sampling = self.order, self.order.sampling
+        verify = order.draft_length is not None and not order.joint
+        whole = Mode.DENOISE if order.joint else Mode.ONE_SWEEP
         hop_s = self.client.hop_s(route)
         return Sweep(
             run=self.client.run_id,
             block=route.hops[0].block,
             sweep=secrets.token_bytes(SWEEP_ID_BYTES),
-            mode=int(Mode.VERIFY if verify else Mode.ONE_SWEEP),
+            mode=int(Mode.VERIFY if verify else whole),
             place=0,
             route=tuple(hop.pack() for hop in route.hops),
             context=len(ask.context),
-            drafts=1 if verify else self.order.drafts,
+            drafts=1 if verify or order.joint else order.drafts,
             length=ask.length,
             start=ask.start,
             session=self._session if verify else b"",
@@ -154,16 +186,20 @@ class Output:
 
     def _around(self, error: SweepTrouble) -> None:
         """Look around again; do without a block that nobody takes even so."""
-        self.figures.failures += 1
         self._keep.clear()
         self._session = secrets.token_bytes(SWEEP_ID_BYTES)
         self.client.look_again()
-        if error.trouble == Trouble.NO_SESSION:
-            return  # somebody was restarted, has newer weights, or forgot us: from the beginning
-        self.client.say(f"a sweep failed ({error.message}); trying another way")
-        if error.trouble == Trouble.NOBODY and error.block is not None:
+        if error.trouble == Trouble.BUSY:
+            self.client.warn(f"{error.message}; waiting")
+            return
+        self.figures.failures += 1
+        # Of a lost session nobody hears: somebody was restarted, has newer weights, or forgot us.
+        if error.trouble != Trouble.NO_SESSION:
+            self.client.say(f"a sweep failed ({error.message}); trying another way")
+        most = _REFUSALS.get(error.trouble)
+        if most is not None and error.block is not None:
             self._refusals[error.block] += 1
-            if self._refusals[error.block] > 1:
+            if self._refusals[error.block] > most:
                 self._leave_out(error.block)
 
     def _arrived(self, route: Route, result: Result) -> None:

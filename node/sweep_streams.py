@@ -158,6 +158,7 @@ class StreamPool:
         self._streams: dict[bytes, PeerStream] = {}
         self._old: list[PeerStream] = []
         self._opening: dict[bytes, asyncio.Lock] = {}
+        self._closed = False
 
     async def ask(
         self,
@@ -189,6 +190,9 @@ class StreamPool:
                 known = self.network.discovery.book.addresses(peer_id)
                 deadline = Deadline.after(seconds, seconds)
                 opened = await self.network.transport.dial(peer_id, known, deadline)
+                if self._closed:
+                    opened.abort()
+                    raise Truncated("closed")
                 self._streams[peer_id] = stream = PeerStream(opened, idle_s)
                 stream.assign()
                 return stream
@@ -204,6 +208,7 @@ class StreamPool:
         self._old = [stream for stream in self._old if not stream._reader.done()]
 
     async def close(self) -> None:
+        self._closed = True
         every = [*self._streams.values(), *self._old]
         self._streams, self._old = {}, []
         await asyncio.gather(*(stream.close() for stream in every))

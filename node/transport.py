@@ -30,7 +30,7 @@ from hivemind.utils.multiaddr import Multiaddr
 
 from node import addresses
 from node.gate import DaemonGone, Unreachable
-from node.p2pd_stream import P2pdStream
+from node.p2pd_stream import CLOSE_S, P2pdStream
 from protocol.errors import WireError
 from protocol.frames import STREAM_PROTOCOL, Deadline, Stalled, Truncated
 from protocol.identity import peer_from_text, peer_text
@@ -107,18 +107,25 @@ class Transport:
         self._incoming = incoming
         self._server: asyncio.AbstractServer | None = None
         self._tasks: set[asyncio.Task[None]] = set()
+        self._streams: set[P2pdStream] = set()  # of both directions, until p2pd has let go
+        self._closed = False
         self._met: dict[bytes, None] = {}  # peers that a stream was opened to, the latest last
 
     @property
     def incoming_streams(self) -> int:
         return len(self._tasks)
 
+    @property
+    def open_streams(self) -> int:
+        """Connections to p2pd, of both directions."""
+        return len(self._streams)
+
     async def serve(self, on_stream: OnStream, protocol: str = STREAM_PROTOCOL) -> None:
         """Hand every incoming stream to `on_stream`, each in a task of its own."""
         loop = asyncio.get_running_loop()
 
         def accept() -> P2pdStream:
-            stream = P2pdStream()
+            stream = P2pdStream(self._streams)
             task = loop.create_task(self._incoming_stream(stream, on_stream))
             self._tasks.add(task)
             task.add_done_callback(self._tasks.discard)
@@ -216,7 +223,12 @@ class Transport:
         return {bytes(p.id): [_address_text(packed) for packed in p.addrs] for p in answer.peers}
 
     async def close(self) -> None:
-        """End all incoming streams and their tasks."""
+        """End all streams, of both directions, and the tasks of the incoming ones.
+
+        A task that is cancelled before its first step never gets to its `finally`, and whoever
+        dialled may be gone as well: so the streams are ended here, whoever has them.
+        """
+        self._closed = True
         if self._server is not None:
             self._server.close()
             await self._server.wait_closed()
@@ -225,6 +237,10 @@ class Transport:
         for task in tasks:
             task.cancel()
         await asyncio.gather(*tasks, return_exceptions=True)
+        streams = list(self._streams)
+        for stream in streams:
+            stream.abort()
+        await asyncio.gather(*(stream.gone(CLOSE_S) for stream in streams))
 
     async def _ask(self, request: Any, timeout_s: float) -> Any:
         stream = await self._open_control()
@@ -234,11 +250,17 @@ class Transport:
             stream.abort()
 
     async def _open_control(self) -> P2pdStream:
+        if self._closed:
+            raise DaemonGone
         loop = asyncio.get_running_loop()
+        stream = P2pdStream(self._streams)
         try:
-            _, stream = await loop.create_unix_connection(P2pdStream, str(self._control))
-        except OSError as error:
-            raise DaemonGone from error
+            await loop.create_unix_connection(lambda: stream, str(self._control))
+        except BaseException as error:  # the loop has let go of it already
+            self._streams.discard(stream)
+            if isinstance(error, OSError):
+                raise DaemonGone from error
+            raise
         return stream
 
     async def _exchange(self, stream: P2pdStream, request: Any, timeout_s: float) -> Any:
@@ -271,4 +293,4 @@ def _address_text(packed: bytes) -> str:
 
 
 def _one_line(text: str) -> str:
-    return "".join(c if c.isprintable() else " " for c in text)[:300]
+    return "".join(c if c.isprintable() else " " for c in text)[:600]

@@ -19,8 +19,10 @@ from protocol.limits import (
     BLOCK_NONE,
     BLOCKS_PER_HELLO,
     BUSY_RETRY_MAX_S,
+    CE_MAX_NATS,
     DHT_KEY_BYTES,
     HEADER_MAX_BYTES,
+    IP_MAX_BYTES,
     LOG_ENTRIES_PER_REPLY,
     PEER_ID_BYTES,
     PIN_BYTES,
@@ -91,6 +93,17 @@ class ErrorCode(IntEnum):
     INTERNAL = 10  # a fault of the answering side
 
 
+class DialOutcome(IntEnum):
+    """What came of one knock at a peer's door. Unknown ones of newer versions stay numbers."""
+
+    NOT_TRIED = 0  # no address that may be dialled: over a relay, or of the answering machine
+    REACHED = 1  # a libp2p node answers there
+    REFUSED = 2  # the machine is there, nothing listens on the port
+    TIMED_OUT = 3  # no answer at all
+    UNREACHABLE = 4  # no way to that address from here
+    NOT_LIBP2P = 5  # something else listens there
+
+
 @dataclass(frozen=True, kw_only=True)
 class Message:
     """Base: `to_header` and `decode` are the only two ways to and from the wire."""
@@ -121,7 +134,10 @@ class Hello(Message):
 
 @dataclass(frozen=True, kw_only=True)
 class HelloReply(Message):
-    """`now_s` is the peer's clock (Unix time), for the median offset of the rounds' clock."""
+    """`now_s` is the peer's clock (Unix time), for the median offset of the rounds' clock.
+
+    `ce_nats` is its own measurement of its block's consensus on its own held-out bytes; 0: none.
+    """
 
     KIND = Kind.HELLO_REPLY
     run: bytes = wire("run", digest())
@@ -130,6 +146,7 @@ class HelloReply(Message):
     now_s: float = wire("now", number(0, TIME_MAX_S))
     blocks: tuple[int, ...] = wire("blocks", list_of(block_id, BLOCKS_PER_HELLO), ())
     agent: str = wire("agent", text(64), "")
+    ce_nats: float = wire("ce", number(0, CE_MAX_NATS), 0.0)
 
 
 @dataclass(frozen=True, kw_only=True)
@@ -204,6 +221,27 @@ class Pong(Message):
     nonce: bytes = wire("nonce", blob(0, 16), b"")
     now_s: float = wire("now", number(0, TIME_MAX_S))
     transfers: int = wire("transfers", uint(65535), 0)
+
+
+@dataclass(frozen=True, kw_only=True)
+class DialBack(Message):
+    """Can you reach me? Open a new connection to the IP that you see me at, on this port.
+
+    There is no field for an address: nobody can be made to dial a third party.
+    """
+
+    KIND = Kind.DIAL_BACK
+    run: bytes = wire("run", digest())
+    port: int = wire("port", uint(65535, 1))
+
+
+@dataclass(frozen=True, kw_only=True)
+class DialBackReply(Message):
+    """`outcome` is a `DialOutcome`; `observed` the IP, empty over a relay."""
+
+    KIND = Kind.DIAL_BACK_REPLY
+    outcome: int = wire("outcome", uint(255))
+    observed: str = wire("observed", text(IP_MAX_BYTES), "")
 
 
 # --- a round ------------------------------------------------------------------------------------

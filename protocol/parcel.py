@@ -5,7 +5,8 @@ that is not finite, log-probabilities that do not normalise. Knows nothing of mo
 
 A sweep: context bytes, drafted bytes, the drafter's log-probabilities, hidden states, state. The
 state is the composed log-probability so far, normalised at every hop, so that each receiver can
-check it: a constant per position is lost in the final softmax anyway.
+check it: a constant per position is lost in the final softmax anyway. With `DENOISE` there is z of
+every output byte in place of drafts and state.
 """
 
 from __future__ import annotations
@@ -22,6 +23,7 @@ from protocol.serving import Mode, Sweep
 VOCABULARY = 256
 LOG_FLOOR = -1e4  # what a log-probability of 0 travels as: nothing here may be infinite
 # A sum of 256 numbers, each rounded: fp16 keeps 11 bits of log-probabilities around -10.
+Z_MAX = 1e3  # far beyond any noise: larger ones would overflow beside small sigmas
 NORMAL_WITHIN = {np.dtype("<f4"): 1e-3, np.dtype("<f2"): 5e-2}
 
 Bytes = npt.NDArray[np.uint8]
@@ -43,6 +45,7 @@ class Parcel:
     hidden_context: Floats | None = None  # (context, width)
     hidden_drafts: Floats | None = None  # (drafts, length, width)
     state: Floats | None = None  # (drafts, scored, 256)
+    z: Floats | None = None  # (length, width), `DENOISE`
 
 
 def scored_positions(sweep: Sweep) -> int:
@@ -52,7 +55,7 @@ def scored_positions(sweep: Sweep) -> int:
 
 def wide_dtype(sweep: Sweep) -> np.dtype[Any]:
     """Hidden states and state: exact where the result must be, half as many bytes elsewhere."""
-    return np.dtype("<f4" if sweep.mode == Mode.VERIFY else "<f2")
+    return np.dtype("<f2" if sweep.mode == Mode.ONE_SWEEP else "<f4")
 
 
 def _layout(sweep: Sweep, width: int) -> Layout:
@@ -62,15 +65,18 @@ def _layout(sweep: Sweep, width: int) -> Layout:
     parts: Layout = [("context", (sweep.context,), np.dtype("u1"))]
     if sweep.place == 0:
         return parts
-    parts.append(("drafts", (rows, length), np.dtype("u1")))
+    if sweep.mode == Mode.DENOISE:
+        parts.append(("z", (length, width), wide))
+    else:
+        parts.append(("drafts", (rows, length), np.dtype("u1")))
     if sweep.mode == Mode.ONE_SWEEP:
         parts.append(("drafted", (rows, length), small))
-    elif sweep.temperature > 0:
+    elif sweep.mode == Mode.VERIFY and sweep.temperature > 0:
         parts.append(("drafted", (rows, length, VOCABULARY), small))
     if sweep.hidden:
         parts.append(("hidden_context", (sweep.context, width), wide))
         parts.append(("hidden_drafts", (rows, length, width), wide))
-    if sweep.weight > 0:
+    if sweep.weight > 0 and sweep.mode != Mode.DENOISE:
         parts.append(("state", (rows, scored_positions(sweep), VOCABULARY), wide))
     return parts
 
@@ -95,6 +101,10 @@ def unpack_parcel(sweep: Sweep, width: int, data: bytes | bytearray) -> Parcel:
     for name in ("hidden_context", "hidden_drafts"):
         if name in arrays:
             _check_finite(name, arrays[name])
+    if "z" in arrays:
+        _check_finite("z", arrays["z"])
+        if arrays["z"].size and float(np.abs(arrays["z"]).max()) > Z_MAX:
+            raise Garbage("z is larger than any noise")
     if "state" in arrays:
         _check_normal("state", arrays["state"])
     drafted = arrays.get("drafted")
@@ -112,9 +122,10 @@ def unpack_parcel(sweep: Sweep, width: int, data: bytes | bytearray) -> Parcel:
 class Outcome:
     """What the client gets. Which fields are there follows from what it asked for."""
 
-    drafts: Bytes  # (drafts, length)
+    drafts: Bytes  # (drafts, length); with DENOISE the output itself
     drafted: Floats | None = None  # as in `Parcel`
-    scores: Floats | None = None  # (drafts, length): composed, of the drafted bytes (ONE_SWEEP)
+    # (drafts, length), of these bytes: composed (ONE_SWEEP), the last block's own (DENOISE)
+    scores: Floats | None = None
     best: Bytes | None = None  # (length + 1,): the likeliest byte (VERIFY, greedy)
     best_scores: Floats | None = None  # (length + 1,)
     log_probs: Floats | None = None  # (length + 1, 256): composed (VERIFY, sampling)
@@ -125,6 +136,8 @@ def _result_layout(sweep: Sweep) -> Layout:
     parts: Layout = [("drafts", (rows, length), np.dtype("u1"))]
     if sweep.mode == Mode.ONE_SWEEP:
         parts += [("drafted", (rows, length), small), ("scores", (rows, length), small)]
+    elif sweep.mode == Mode.DENOISE:
+        parts.append(("scores", (rows, length), small))
     elif sweep.temperature > 0:
         parts.append(("drafted", (rows, length, VOCABULARY), small))
         parts.append(("log_probs", (length + 1, VOCABULARY), small))

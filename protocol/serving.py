@@ -41,11 +41,13 @@ _VERSION = struct.Struct(f">HQ{DIGEST_BYTES}s")
 class Mode(IntEnum):
     """One sweep: K whole drafts, scored. Verify: one draft, with caches kept (`session`).
 
-    Autoregression is a verification of drafts of length 0.
+    Autoregression is a verification of drafts of length 0. Denoise: no draft; all bytes of one
+    output come out of noise together.
     """
 
     ONE_SWEEP = 1
     VERIFY = 2
+    DENOISE = 3
 
 
 @dataclass(frozen=True)
@@ -146,15 +148,16 @@ class Sweep(Message):
     """A sweep on its way to place `place` of its route. Payload: `parcel.py`.
 
     `start` positions are in the caches of `session` already; `context` bytes follow them, then
-    `drafts` x `length` drafted bytes, which the host of place 0 writes. `client` is filled in by
-    that host, who knows from whom it came. `weight` is what the state has summed up so far.
+    `drafts` x `length` drafted bytes, which the host of place 0 writes (in `DENOISE` it begins
+    `length` bytes, which only the last host knows). `client` is filled in by that host, who knows
+    from whom it came. `weight` is what the state has summed up so far.
     """
 
     KIND = Kind.SWEEP
     run: bytes = wire("run", digest())
     block: int = wire("block", block_id)
     sweep: bytes = wire("sweep", _id)
-    mode: int = wire("mode", uint(2, 1))
+    mode: int = wire("mode", uint(3, 1))
     place: int = wire("place", uint(SWEEP_HOPS_MAX - 1))
     route: tuple[bytes, ...] = wire("route", list_of(_hop, SWEEP_HOPS_MAX))
     context: int = wire("context", uint(SWEEP_CONTEXT_MAX, 1))
@@ -190,6 +193,10 @@ class Sweep(Message):
             raise Malformed("a verification has one draft and a session")
         if self.mode == Mode.ONE_SWEEP and (self.session or self.start or not self.length):
             raise Malformed("one sweep has drafts and no session")
+        if self.mode == Mode.DENOISE and (
+            self.session or self.start or not self.length or self.drafts != 1
+        ):
+            raise Malformed("joint denoising has one output and no session")
         if self.place and len(self.client) != PEER_ID_BYTES:
             raise Malformed("a sweep of nobody")
         if self.start + self.context + self.length > SWEEP_CONTEXT_MAX:
@@ -214,10 +221,15 @@ class SweepWait(Message):
 
 @dataclass(frozen=True, kw_only=True)
 class SweepHanded(Message):
-    """`handed`: the next host has it, or the client, or it was given up."""
+    """`handed`: the next host has it, or the client, or it was given up.
+
+    `moves` grows whenever the sweep comes nearer to that: who waits in a queue that moves, or for
+    a next host that is busy, does not stall.
+    """
 
     KIND = Kind.SWEEP_HANDED
     handed: int = wire("handed", uint(1))
+    moves: int = wire("moves", uint(65535), 0)
 
 
 @dataclass(frozen=True, kw_only=True)
@@ -238,6 +250,7 @@ class Trouble(IntEnum):
     GARBAGE = 2  # what `blamed` sent is no prediction
     NO_SESSION = 3  # a host has lost its caches: begin again from position 0
     INTERNAL = 4
+    BUSY = 5  # every host of `block` that is left is busy, and time is running out
 
 
 @dataclass(frozen=True, kw_only=True)

@@ -1,4 +1,4 @@
-"""One block's part of a sweep: drafting, scoring what goes by, and composing on the way.
+"""One block's part of a sweep: drafting, scoring what goes by, composing on the way, denoising.
 
 Decides how contexts and drafts go through a block (with caches, several sweeps of one shape at
 once) and how the composed log-probabilities grow from hop to hop. The same numbers come out as
@@ -15,6 +15,7 @@ import torch.nn.functional as F
 from torch import Tensor
 
 from swarm.composition import euler_logit
+from swarm.denoise import Denoised, JointDenoising
 from swarm.generate import Sampling
 from swarm.model import Block, LayerCache
 from swarm.speculative import choose_rows, sampled_log_probs
@@ -35,6 +36,8 @@ class Passage:
     state: Tensor | None = None  # (drafts, scored, 256), normalised
     weight: float = 0.0  # of the blocks in `state`
     drafted: Tensor | None = None  # (drafts, length, 256): the drafter's log-probabilities
+    z: Tensor | None = None  # (length, width), of joint denoising: as it came
+    denoised: Denoised | None = None  # and what the block made of it
 
 
 @dataclass(frozen=True)
@@ -149,6 +152,31 @@ def score(
         )
         out.append(moved if seen is None else _composed(moved, seen[own], weight))
     return out
+
+
+@torch.no_grad()
+def denoise(
+    joint: JointDenoising, module: Block, block: int, passages: Sequence[Passage]
+) -> list[Passage]:
+    """Pass several sweeps of one shape, each with its z, through a block that denoises."""
+    context = torch.stack([passage.context for passage in passages])
+    z = torch.stack([_there(passage.z) for passage in passages])
+    relay: Tensor | None = None
+    if passages[0].hidden_context is not None:
+        before = torch.stack([_there(passage.hidden_context) for passage in passages])
+        after = torch.cat([_there(passage.hidden_drafts) for passage in passages])
+        relay = torch.cat([before, after], 1)
+    posterior, hidden = joint.denoise(module, block, context, z, relay)
+    start = context.shape[1]
+    return [
+        replace(
+            passage,
+            hidden_context=hidden[index, :start],
+            hidden_drafts=hidden[index : index + 1, start:],
+            denoised=Denoised(joint, block, z[index], posterior[index]),
+        )
+        for index, passage in enumerate(passages)
+    ]
 
 
 def finish(passage: Passage, temperature: float) -> Tensor:

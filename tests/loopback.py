@@ -32,25 +32,37 @@ RUN_ID = content_digest(RUN_FILE)
 QUICK = Backoff(first_s=0.05, most_s=0.2)
 
 
-def run(main: Coroutine[Any, Any, T], limit_s: float = 60.0) -> T:
-    """Run on uvloop, with a limit for the whole test and a check that no task is left."""
+def run(main: Coroutine[Any, Any, T], limit_s: float = 240.0) -> T:
+    """Run on uvloop, with a limit for the whole test; no task and no socket may be left."""
 
     async def bounded() -> T:
+        before = sockets_of_this_process()  # the loop has one of its own
         async with asyncio.timeout(limit_s):
             result = await main
-        await no_task_left()
+        await nothing_left("tasks", lambda: asyncio.all_tasks() - {asyncio.current_task()})
+        await nothing_left("sockets", lambda: sockets_of_this_process() - before)
         return result
 
     with asyncio.Runner(loop_factory=uvloop.new_event_loop) as runner:
         return runner.run(bounded())
 
 
-async def no_task_left() -> None:
-    others = lambda: asyncio.all_tasks() - {asyncio.current_task()}  # noqa: E731
+async def nothing_left(kind: str, found: Callable[[], set[Any]]) -> None:
+    """What was ended may need some turns of the loop, on a busy machine many of them."""
     try:
-        await until(lambda: not others(), 5.0)
+        await until(lambda: not found(), 10.0)
     except TimeoutError:
-        raise AssertionError(f"tasks are left: {others()}") from None
+        raise AssertionError(f"{kind} are left: {found()}") from None
+
+
+def sockets_of_this_process() -> set[str]:
+    """All that are open, whoever opened them: the streams to p2pd, hivemind's, the children's."""
+    found = set()
+    for entry in Path("/proc/self/fd").iterdir():
+        with contextlib.suppress(OSError):
+            if (target := os.readlink(entry)).startswith("socket:"):
+                found.add(target)
+    return found
 
 
 async def until(condition: Callable[[], bool], limit_s: float = 20.0) -> None:

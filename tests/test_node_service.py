@@ -262,6 +262,34 @@ def test_busy_beyond_the_places_for_transfers_and_for_streams() -> None:
     run(main())
 
 
+def test_a_stream_in_the_lobby_moves_up_when_there_is_a_place() -> None:
+    """Its questions are answered `busy`, one after the other; it need not be opened again."""
+
+    async def main() -> None:
+        service, _ = basic_service(streams=Gate(1))
+        taken = asyncio.Event()
+        leave = asyncio.Event()
+
+        async def holder(channel: Channel) -> None:
+            assert await ask(channel, messages.Ping(), messages.Pong)
+            taken.set()
+            await leave.wait()
+
+        async def newcomer(channel: Channel) -> None:
+            for _ in range(3):
+                with pytest.raises(frames.Busy):
+                    await ask(channel, messages.Ping(), messages.Pong)
+            leave.set()
+            await first
+            assert await ask(channel, messages.Ping(), messages.Pong)
+
+        first = asyncio.create_task(talk(service, holder))
+        await taken.wait()
+        await talk(service, newcomer)
+
+    run(main())
+
+
 def test_both_sides_book_the_same() -> None:
     requests: list[tuple[Message, int, int]] = [
         (messages.Ping(), Purpose.CONTROL, BLOCK_NONE),

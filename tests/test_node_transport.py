@@ -6,6 +6,7 @@ import asyncio
 import json
 import os
 import signal
+import socket
 import subprocess
 import sys
 from collections.abc import Callable
@@ -289,6 +290,24 @@ def test_stopping_in_the_middle_of_transfers_leaves_nothing(tmp_path: Path) -> N
             with pytest.raises(frames.Truncated):
                 await task
             await until(lambda: a.transport.incoming_streams == 0)
+
+    run(main())
+
+
+def test_a_stream_that_comes_in_at_the_very_end_is_ended_too(tmp_path: Path) -> None:
+    """Its task is cancelled before its first step; that must not leave the connection open."""
+
+    async def main() -> None:
+        async with node(tmp_path, "a") as a:
+            transport = a.transport
+            with socket.socket(socket.AF_UNIX) as p2pd:
+                p2pd.connect(str(transport._incoming))
+                while not transport.incoming_streams:  # noqa: ASYNC110 (not a turn too late)
+                    await asyncio.sleep(0)
+                await transport.close()
+                assert transport.incoming_streams == transport.open_streams == 0
+                with pytest.raises(DaemonGone):
+                    await transport.connected()
 
     run(main())
 

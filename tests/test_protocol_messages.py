@@ -23,6 +23,8 @@ from protocol.messages import (
     Announce,
     AnnounceReply,
     BusyReply,
+    DialBack,
+    DialBackReply,
     ErrorCode,
     ErrorReply,
     Hello,
@@ -81,6 +83,9 @@ EXAMPLES: list[Message] = [
     LogReply(block=1, head_round=9, consensus=DIGEST, count=4, pins=(b"p" * 72, b"q" * 72)),
     Ping(nonce=b"abc"),
     Pong(nonce=b"abc", now_s=1.8e9, transfers=2),
+    DialBack(run=RUN, port=31337),
+    DialBackReply(outcome=0),
+    DialBackReply(outcome=3, observed="203.0.113.7"),
     Announce(
         run=RUN, block=1, key=b"k" * 20, subkey=b"s" * 40, value=b"v" * 512, expiration_s=1.8e9
     ),

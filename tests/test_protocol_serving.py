@@ -68,6 +68,7 @@ VERIFY = dataclasses.replace(
     SWEEP, mode=int(Mode.VERIFY), drafts=1, session=b"s" * 16, start=4, top_k=3, seed=9
 )
 GREEDY = dataclasses.replace(VERIFY, temperature=0.0)
+DENOISE = dataclasses.replace(SWEEP, mode=int(Mode.DENOISE), drafts=1, seed=5)
 EXAMPLES: list[Message] = [
     ServingRequest(run=RUN),
     ServingReply(
@@ -75,6 +76,7 @@ EXAMPLES: list[Message] = [
     ),
     SWEEP,
     VERIFY,
+    DENOISE,
     SweepTaken(),
     SweepWait(sweep=ID),
     SweepHanded(handed=1),
@@ -182,9 +184,27 @@ def log_probs(*shape: int, seed: int = 0) -> np.ndarray[Any, np.dtype[np.float32
     return (values - np.log(np.exp(values).sum(-1, keepdims=True))).astype(np.float32)
 
 
+@pytest.mark.parametrize(
+    "changes",
+    [{"session": b"s" * 16}, {"start": 1}, {"length": 0}, {"drafts": 2}, {"context": 16384}],
+    ids=str,
+)
+def test_denoising_that_contradicts_itself(changes: dict[str, Any]) -> None:
+    DENOISE.check()
+    with pytest.raises(Malformed):
+        dataclasses.replace(DENOISE, **changes).check()
+
+
 def parcel_for(sweep: Sweep) -> Parcel:
     rng = np.random.default_rng(1)
     rows, length = sweep.drafts, sweep.length
+    if sweep.mode == Mode.DENOISE:
+        return Parcel(
+            rng.integers(0, 256, sweep.context, dtype=np.uint8),
+            hidden_context=rng.normal(size=(sweep.context, WIDTH)).astype(np.float32),
+            hidden_drafts=rng.normal(size=(1, length, WIDTH)).astype(np.float32),
+            z=rng.normal(size=(length, WIDTH)).astype(np.float32),
+        )
     verify = sweep.mode == Mode.VERIFY
     drafted = log_probs(rows, length) if verify else log_probs(rows, length)[..., 0]
     return Parcel(
@@ -197,13 +217,15 @@ def parcel_for(sweep: Sweep) -> Parcel:
     )
 
 
-@pytest.mark.parametrize("sweep", [SWEEP, VERIFY, GREEDY], ids=["one-sweep", "sampled", "greedy"])
+@pytest.mark.parametrize(
+    "sweep", [SWEEP, VERIFY, GREEDY, DENOISE], ids=["one-sweep", "sampled", "greedy", "denoise"]
+)
 def test_parcels_round_trip(sweep: Sweep) -> None:
     parcel = parcel_for(sweep)
     data = pack_parcel(sweep, WIDTH, parcel)
     assert len(data) == parcel_bytes(sweep, WIDTH)
     found = unpack_parcel(sweep, WIDTH, data)
-    exact = sweep.mode == Mode.VERIFY
+    exact = sweep.mode != Mode.ONE_SWEEP
     for field in dataclasses.fields(Parcel):
         before, after = getattr(parcel, field.name), getattr(found, field.name)
         assert (before is None) == (after is None)
@@ -246,6 +268,27 @@ def test_garbage_is_found_out(sweep: Sweep, name: str, change: Any) -> None:
         unpack_parcel(sweep, WIDTH, data)
 
 
+@pytest.mark.parametrize(
+    ("name", "change"),
+    [
+        ("z", lambda a: a * np.nan),
+        ("z", lambda a: a + np.inf),
+        ("z", lambda a: a + 2e3),
+        ("hidden_context", lambda a: a * np.nan),
+        ("hidden_drafts", lambda a: a - np.inf),
+    ],
+)
+def test_garbage_in_denoising_is_found_out(name: str, change: Any) -> None:
+    parcel = parcel_for(DENOISE)
+    bad = dataclasses.replace(parcel, **{name: change(getattr(parcel, name))})
+    data = pack_parcel(DENOISE, WIDTH, bad)
+    with pytest.raises(Garbage):
+        unpack_parcel(DENOISE, WIDTH, data)
+    for off in (-4, -1, 1):
+        with pytest.raises(Garbage):
+            unpack_parcel(DENOISE, WIDTH, (data + b"x")[: len(data) + off])
+
+
 @given(st.integers(-3, 3).filter(bool))
 def test_another_length_is_garbage(off: int) -> None:
     data = pack_parcel(SWEEP, WIDTH, parcel_for(SWEEP)) + b"xxx"
@@ -255,7 +298,7 @@ def test_another_length_is_garbage(off: int) -> None:
 
 @given(st.binary(min_size=0, max_size=4000))
 def test_any_bytes_are_a_parcel_or_garbage(data: bytes) -> None:
-    for sweep in (SWEEP, VERIFY):
+    for sweep in (SWEEP, VERIFY, DENOISE):
         data = data.ljust(parcel_bytes(sweep, WIDTH), b"\x7f")[: parcel_bytes(sweep, WIDTH)]
         with contextlib.suppress(Garbage):
             unpack_parcel(sweep, WIDTH, data)
@@ -265,6 +308,9 @@ def test_any_bytes_are_a_parcel_or_garbage(data: bytes) -> None:
 
 
 def outcome_for(sweep: Sweep) -> Outcome:
+    if sweep.mode == Mode.DENOISE:
+        scores = log_probs(1, sweep.length)[..., 0]
+        return Outcome(np.zeros((1, sweep.length), np.uint8), scores=scores)
     parcel = parcel_for(sweep)
     assert parcel.drafts is not None
     if sweep.mode == Mode.ONE_SWEEP:
@@ -275,7 +321,9 @@ def outcome_for(sweep: Sweep) -> Outcome:
     return Outcome(parcel.drafts, best=best.argmax(-1).astype(np.uint8), best_scores=best.max(-1))
 
 
-@pytest.mark.parametrize("sweep", [SWEEP, VERIFY, GREEDY], ids=["one-sweep", "sampled", "greedy"])
+@pytest.mark.parametrize(
+    "sweep", [SWEEP, VERIFY, GREEDY, DENOISE], ids=["one-sweep", "sampled", "greedy", "denoise"]
+)
 def test_outcomes_round_trip(sweep: Sweep) -> None:
     outcome = outcome_for(sweep)
     data = pack_outcome(sweep, outcome)
@@ -290,7 +338,13 @@ def test_outcomes_round_trip(sweep: Sweep) -> None:
 
 @pytest.mark.parametrize(
     ("sweep", "name"),
-    [(SWEEP, "scores"), (SWEEP, "drafted"), (VERIFY, "log_probs"), (GREEDY, "best_scores")],
+    [
+        (SWEEP, "scores"),
+        (SWEEP, "drafted"),
+        (VERIFY, "log_probs"),
+        (GREEDY, "best_scores"),
+        (DENOISE, "scores"),
+    ],
     ids=str,
 )
 def test_garbage_in_results_is_found_out(sweep: Sweep, name: str) -> None:

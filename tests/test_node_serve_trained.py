@@ -1,0 +1,124 @@
+"""A host that trains serves its consensus: versions, budgets, moves, and what is not served."""
+
+from __future__ import annotations
+
+from pathlib import Path
+
+import pytest
+from conftest import MakeModel, MakeRun
+from live import tiny_run_file
+from loopback import _no_daemon_left, daemon_settings, node, run, until  # noqa: F401
+
+from node.cli_operator import emit
+from node.host import Host, HostSettings
+from node.network import NetworkSettings
+from node.serve_host import versions_kept
+from node.serve_trained import TrainedServer, trained_server
+from node.sweep_client import NobodyServes, SweepClient
+from node.sweep_output import Order, Output
+from protocol.records import Record, Role
+from swarm.aggregate import to_fixed, to_float
+from swarm.composition import ComposedModel
+from swarm.flat import flat_weights, initial_flat, load_flat
+from swarm.generate import Sampling, generate
+from swarm.runfile import run_id, with_start
+
+GREEDY = Sampling(temperature=0.0)
+
+
+async def written(client: SweepClient, length: int) -> bytes:
+    output = Output(client, Order(b"abc", length, GREEDY, draft_length=4))
+    return b"".join([piece async for piece in output.write()])
+
+
+def test_a_consensus_is_served_until_the_budget_is_spent(
+    tmp_path: Path, tiny_run: MakeRun, tiny_model: MakeModel
+) -> None:
+    model: ComposedModel = tiny_model(tiny_run(blocks=2, coupling="independent"))
+    for block in model.blocks:  # a consensus is in fixed point
+        assert block is not None
+        load_flat(block, to_float(to_fixed(flat_weights(block))))
+
+    async def main() -> None:
+        async with node(tmp_path, "a") as a, node(tmp_path, "b", await a.invitations()) as b:
+            run_id = a.settings.run_id
+            trained = TrainedServer(a, run_id, model.run, threads=1)
+            trained.start()
+            client = SweepClient(b, run_id, model.run)
+            try:
+                await a.announce(Record(run=run_id, role=int(Role.SERVER), block=0, round=0,
+                                        sequence=0))  # fmt: skip
+                for number in range(4):
+                    module = model.blocks[0]
+                    assert module is not None
+                    trained.offer(0, number - 1, to_fixed(flat_weights(module)) + 3 - number)
+                    await until(lambda number=number: number in rounds_of(trained))  # type: ignore[misc]
+                assert rounds_of(trained) == [2, 3]  # it keeps two
+                expected = bytes(generate(model.without(1), b"abc", 9, GREEDY))
+                assert await written(client, 9) == expected
+                trained.mute(True)
+                client.look_again()
+                with pytest.raises(NobodyServes):
+                    await written(client, 9)
+                trained.mute(False)
+                client.look_again()
+                assert await written(client, 9) == expected
+                other = model.blocks[1]
+                assert other is not None
+                trained.offer(1, 5, to_fixed(flat_weights(other)))  # the host has moved
+                await until(lambda: trained.server.blocks == (1,))
+            finally:
+                await client.close()
+                await trained.stop()
+
+    run(main())
+
+
+def rounds_of(trained: TrainedServer) -> list[int]:
+    return [served.version.round for served in trained.server._served.values()]
+
+
+def test_versions_come_faster_than_they_are_built(tmp_path: Path, tiny_run: MakeRun) -> None:
+    """Then the newest are, as many as are kept."""
+    spec = tiny_run(blocks=2, coupling="look_ahead")
+
+    async def main() -> None:
+        async with node(tmp_path, "a") as a:
+            trained = TrainedServer(a, a.settings.run_id, spec, threads=None)
+            trained.start()
+            try:
+                weights = to_fixed(initial_flat(spec, 0))
+                for number in range(20):
+                    trained.offer(0, number, weights + number)
+                await until(lambda: 20 in rounds_of(trained))
+                kept = versions_kept(spec)
+                assert rounds_of(trained) == list(range(21 - kept, 21))
+            finally:
+                await trained.stop()
+
+    run(main())
+
+
+def test_edm_is_not_served_and_that_is_said(tiny_run: MakeRun) -> None:
+    said: list[str] = []
+    network: object = None
+    spec = tiny_run(objective="edm", coupling="independent")
+    assert trained_server(network, b"", spec, 1, said.append) is None  # type: ignore[arg-type]
+    assert len(said) == 1 and "edm" in said[0]
+
+
+@pytest.mark.parametrize("serve", [True, False])
+def test_a_host_announces_that_it_serves_unless_told_not_to(tmp_path: Path, serve: bool) -> None:
+    text = with_start(emit(tiny_run_file()), 1_700_000_000)
+    network = NetworkSettings(daemon_settings(tmp_path, "h"), run_id(text), text)
+
+    async def main() -> None:
+        settings = HostSettings(network, tmp_path, seed=True, serve=serve)
+        host = Host(settings, lambda line: None)
+        try:
+            expected = Role.REPLICA | Role.SEED | (Role.SERVER if serve else Role(0))
+            assert host._role() == int(expected) == host._status().role
+        finally:
+            await host.network.stop()
+
+    run(main())
