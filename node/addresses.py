@@ -122,6 +122,13 @@ def relayed(addresses: Iterable[str]) -> list[str]:
     return [address for address in in_order(addresses) if _CIRCUIT in address]
 
 
+def host_port(address: str) -> tuple[str, int]:
+    """IP or name, and port, of an address; of a relayed one those of its relay."""
+    match = HOST_PATTERN.fullmatch(parse(address).text)
+    assert match is not None
+    return match[2], int(match[4])
+
+
 def is_relayed(address: str) -> bool:
     return _CIRCUIT in address
 

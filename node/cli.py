@@ -11,8 +11,11 @@ import sys
 
 import click
 
+from node import own_packages  # noqa: F401 (importing it is a check, so it comes first)
 from node.cli_assemble import assemble_commands
 from node.cli_demo import demo_commands
+from node.cli_doctor import doctor_commands
+from node.cli_gateway import gateway_commands
 from node.cli_light import light_commands
 from node.cli_local import local_commands
 from node.cli_operator import operator_commands
@@ -37,13 +40,15 @@ In a swarm:
   blockswarm init run.toml                    describe a run
   blockswarm seed run.toml                    start it, and print how others join
   blockswarm join ADDRESS                     train a block of it
-  blockswarm status ADDRESS                   see how it stands
+  blockswarm status [ADDRESS]                 see how it stands
   blockswarm assemble ADDRESS -o model/       put its blocks together into one model
   blockswarm serve ADDRESS --block 0          serve a block of it, without training
   blockswarm generate ADDRESS --prompt "def " let its hosts write, together
+  blockswarm gateway ADDRESS                  answer OpenAI's completions over HTTP with it
   blockswarm peers --light ADDRESS            look at it from outside
   blockswarm report FOLDER...                 plots and figures from hosts' event logs
   blockswarm demo                             all of that on this machine, in minutes
+  blockswarm doctor [ADDRESS]                 what is wrong with this machine, and how to fix it
 
 Bring your own text with --data FILE-OR-FOLDER. Every command explains its options with --help.
 """
@@ -75,6 +80,8 @@ for _command in (
     *report_commands,
     *light_commands,
     *serve_commands,
+    *gateway_commands,
+    *doctor_commands,
 ):
     cli.add_command(_command)
 
@@ -92,6 +99,13 @@ def main() -> None:
         sys.exit(2)
     except click.ClickException as error:
         show_error(UsageError(error.format_message()), _help_command())
+        sys.exit(2)
+    except ModuleNotFoundError as error:
+        missing = (error.name or "").partition(".")[0]
+        if missing not in ("hivemind", "uvloop"):
+            raise
+        what = f"this command needs {missing}, which is not installed"
+        show_error(UsageError(what, 'pip install "blockswarm[host]"'))
         sys.exit(2)
     except (click.Abort, KeyboardInterrupt):
         print("stopped", file=sys.stderr)

@@ -16,8 +16,12 @@ import contextlib
 import errno
 import ipaddress
 import os
+import platform
+import shlex
 import shutil
+import signal
 import socket
+import sys
 import tempfile
 from collections import deque
 from collections.abc import Iterable
@@ -39,6 +43,7 @@ STOP_S = 5.0
 # p2pd ends by itself so long after its last client is gone: no orphans after kill -9.
 ORPHAN_S = 10.0
 ALL_INTERFACES = ("0.0.0.0", "::")  # noqa: S104 (a peer that nobody can dial is of little use)
+DOCTOR = "blockswarm doctor (looks at p2pd, ports, memory and disk)"
 _PORT_ATTEMPTS = 3
 _SOCKET_PATH_MAX = 90  # the kernel's limit is 104 to 108 bytes, with the file's name
 
@@ -145,6 +150,7 @@ class Daemon:
         environment = {**os.environ, "LIBP2P_TCP_REUSEPORT": "false"}
         environment.setdefault("GOLOG_LOG_LEVEL", "error")
         try:
+            _check_machine(command[0])
             self._child = await asyncio.create_subprocess_exec(
                 *command,
                 stdin=asyncio.subprocess.DEVNULL,
@@ -154,9 +160,7 @@ class Daemon:
                 start_new_session=True,  # Ctrl-C is ours: we say goodbye before the daemon goes
             )
         except OSError as error:
-            raise DaemonError(
-                f"p2pd cannot be started: {error.strerror}", "reinstall: pip install hivemind"
-            ) from error
+            raise _not_executed(command[0], error) from error
         ready: asyncio.Future[str] = asyncio.get_running_loop().create_future()
         self._drain = asyncio.create_task(self._read_output(ready))
         try:
@@ -164,7 +168,8 @@ class Daemon:
                 self.peer_id = peer_from_text(await ready)
                 self.p2p = await P2P.replicate(Multiaddr(f"/unix{self._folder / 'control'}"))
         except TimeoutError:
-            raise DaemonError(f"p2pd did not start within {START_S:g} s", self._said()) from None
+            what = f"p2pd did not start within {START_S:g} s: this machine is busy. {self._said()}"
+            raise DaemonError(what, f"the same command again; or {DOCTOR}") from None
 
     async def _read_output(self, ready: asyncio.Future[str]) -> None:
         """Read to the end: a child whose output is not read stops when the pipe is full."""
@@ -181,13 +186,16 @@ class Daemon:
             if text.startswith("Peer ID:") and not ready.done():
                 ready.set_result(text.removeprefix("Peer ID:").strip())
         if not ready.done():
-            ready.set_exception(self._why_not_started())
+            code = await self._child.wait()
+            if not ready.done():
+                ready.set_exception(self._why_not_started(code))
 
-    def _why_not_started(self) -> DaemonError:
+    def _why_not_started(self, code: int) -> DaemonError:
         said = self._said()
         if "address already in use" in said or "failed to listen" in said:
             return port_in_use(self.port)
-        return DaemonError("p2pd ended at its start", said or "it said nothing")
+        what = f"p2pd ended at its start ({_how_it_ended(code)})"
+        return DaemonError(f"{what}: {said}" if said else what, DOCTOR)
 
     def _said(self) -> str:
         return " ".join("".join(c for c in line if c.isprintable()) for line in self._lines)[-400:]
@@ -235,6 +243,53 @@ def _is_loopback(host: str) -> bool:
     return ipaddress.ip_address(host).is_loopback
 
 
+def _not_executed(path: str, error: OSError) -> DaemonError:
+    """What the system says when it cannot even begin."""
+    reinstall = "pip install --force-reinstall --no-deps hivemind"
+    if isinstance(error, PermissionError):
+        return DaemonError(
+            f"p2pd is not allowed to run: {path} is not executable, or lies on a disk that is "
+            "mounted noexec",
+            f"chmod +x {shlex.quote(path)}",
+        )
+    if isinstance(error, FileNotFoundError):
+        return DaemonError(f"p2pd is missing: {path}", reinstall)
+    if error.errno == errno.ENOEXEC:
+        return DaemonError(
+            f"p2pd is not a program for this kind of machine ({platform.machine()}): {path}",
+            reinstall,
+        )
+    return DaemonError(f"p2pd cannot be started: {error.strerror}", reinstall)
+
+
+def _check_machine(path: str) -> None:
+    """A program for another machine: uvloop would hand it to a shell, and that talks nonsense."""
+    try:
+        with open(path, "rb") as program, open(sys.executable, "rb") as python:
+            theirs, ours = program.read(20), python.read(20)
+    except OSError:
+        return  # starting it will say why
+    # In ELF files the machine stands at byte 18; a script is for every machine.
+    same = theirs[:4] == ours[:4] and theirs[18:20] == ours[18:20]
+    if ours[:4] == b"\x7fELF" and not same and theirs[:2] != b"#!":
+        raise OSError(errno.ENOEXEC, os.strerror(errno.ENOEXEC))
+
+
+def _how_it_ended(code: int) -> str:
+    if code >= 0:
+        return f"exit code {code}"
+    try:
+        name = signal.Signals(-code).name
+    except ValueError:
+        name = f"signal {-code}"
+    likely = {
+        "SIGKILL": ": out of memory, or a program that guards this machine",
+        "SIGILL": ": this processor is too old for it",
+        "SIGSYS": ": forbidden in this container",
+    }
+    return f"killed by {name}{likely.get(name, '')}"
+
+
 def _binary() -> str:
     return str(files("hivemind.hivemind_cli").joinpath("p2pd"))
 
@@ -249,8 +304,19 @@ def _private_folder() -> Path:
 
 def port_in_use(port: int) -> PortInUse:
     return PortInUse(
-        f"another process listens on port {port}", "stop it, or choose another one with --port"
+        f"another process listens on port {port}; most likely a blockswarm that still runs",
+        f"see which one with: ss -ltnp 'sport = :{port}'; or choose another port, for example "
+        f"--port {_unused_port(port)}",
     )
+
+
+def _unused_port(near: int) -> int:
+    """A port above this one that is free now, or 0 (any)."""
+    for port in range(near + 1, min(near + 20, 65536)):
+        with contextlib.suppress(OSError), socket.socket() as probe:
+            probe.bind(("", port))
+            return port
+    return 0
 
 
 def free_port(hosts: tuple[str, ...], port: int) -> tuple[tuple[str, ...], int]:
@@ -260,6 +326,8 @@ def free_port(hosts: tuple[str, ...], port: int) -> tuple[tuple[str, ...], int]:
     would look alive and be half deaf.
     """
     usable: list[str] = []
+    if not 0 <= port < 65536:
+        raise DaemonError(f"{port} is not a port", "ports are 1 to 65535; 0 takes any free one")
     with contextlib.ExitStack() as held:
         for host in hosts:
             family = socket.AF_INET6 if ":" in host else socket.AF_INET
@@ -274,11 +342,15 @@ def free_port(hosts: tuple[str, ...], port: int) -> tuple[tuple[str, ...], int]:
                     raise port_in_use(port) from None
                 if error.errno in (errno.EACCES, errno.EPERM):
                     raise DaemonError(
-                        f"port {port} is not allowed for this user", "choose one above 1023"
+                        f"port {port} is not allowed for this user",
+                        "choose one above 1023, for example --port 31337",
                     ) from None
                 if error.errno in (errno.EAFNOSUPPORT, errno.EADDRNOTAVAIL) and host == "::":
                     continue  # a machine without IPv6
-                raise DaemonError(f"cannot listen on {host}: {error.strerror}") from None
+                raise DaemonError(
+                    f"cannot listen on {host}: {error.strerror}",
+                    "leave --listen out, or give an IP of this machine (ip -brief address)",
+                ) from None
             usable.append(host)
             port = port or probe.getsockname()[1]
     if hosts and not usable:

@@ -169,7 +169,7 @@ def test_a_daemon_that_cannot_start_says_why(tmp_path: Path) -> None:
     async def main() -> None:
         with pytest.raises(DaemonError) as failed:
             await Daemon.start(daemon_settings(tmp_path, "missing"))
-        assert "no such file" in failed.value.hint
+        assert "no such file" in failed.value.message and "doctor" in failed.value.hint
         with pytest.raises(DaemonError):
             await Daemon.start(daemon_settings(tmp_path, "x", hosts=("192.0.2.1",)))
 
