@@ -32,7 +32,7 @@ from protocol.errors import DataError, UsageError
 from protocol.ledger import Ledger
 from protocol.records import Role
 from swarm.clock import exchange_opens_s, round_at
-from swarm.composition import ComposedModel, fit_composition
+from swarm.composition import SPARE_NATS, ComposedModel, fit_composition
 from swarm.evaluate import Evaluation, honest_ce
 from swarm.runfile import RunFile, parse, run_id
 
@@ -66,7 +66,7 @@ class Judge:
 
     def fit(self, model: ComposedModel) -> ComposedModel:
         windows = torch.cat(self.fitting).to(model.device)
-        return fit_composition(model, windows[:, :-1], windows[:, 1:])
+        return fit_composition(model, windows[:, :-1], windows[:, 1:], SPARE_NATS)
 
     def held_out_ce(self, model: ComposedModel) -> float:
         return honest_ce(model, self.valid).ce_nats

@@ -8,6 +8,7 @@ from __future__ import annotations
 import asyncio
 import shlex
 import signal
+import sys
 import time
 from collections.abc import Callable, Coroutine
 from contextlib import suppress
@@ -20,6 +21,7 @@ from node.cli_light import short_peer
 from node.cli_report import Facts, print_evaluation, print_json
 from node.cli_swarm import _run_loop
 from node.terminal import DownloadDisplay, say
+from protocol.errors import UsageError
 
 if TYPE_CHECKING:
     from node.status import BlockStatus, RunStatus
@@ -37,7 +39,13 @@ JSON_HELP = "One JSON object on stdout; with --watch one in every line."
 )
 @click.option("--watch", is_flag=True, help="Go on every round; keep the best by held-out CE.")
 @click.option("--fit", is_flag=True, help="Fit the blocks' weights on held-out bytes.")
-@click.option("--without", type=int, multiple=True, help="Leave this block out (repeatable).")
+@click.option(
+    "--without",
+    type=click.IntRange(min=0),
+    multiple=True,
+    metavar="BLOCK",
+    help="Leave this block out (repeatable).",
+)
 @click.option("--allow-missing", is_flag=True, help="Leave out whatever block has no replica.")
 @click.option(
     "--evaluate-bytes",
@@ -53,6 +61,10 @@ JSON_HELP = "One JSON object on stdout; with --watch one in every line."
 def assemble(address: tuple[str, ...], as_json: bool, **options: Any) -> None:
     """Pull the latest consensus of every block of the run at ADDRESS into a model folder.
 
+    \b
+      blockswarm assemble /ip4/203.0.113.7/tcp/4001/p2p/12D3Koo... -o model/
+
+    ADDRESS is what `seed` and every host print; several are better than one.
     Trains nothing and need not be reachable. Every block is checked against what its replicas have
     signed. The folder then works offline with `eval` and `generate`. The same command again pulls
     only what is new; Ctrl-C leaves a whole folder, with --watch that of the best model so far.
@@ -138,29 +150,74 @@ def print_assembly(facts: Facts) -> None:
 # Status.
 
 
-@click.command(short_help="How a run stands: coverage, agreement, who is behind.")
-@click.argument("address", nargs=-1, required=True)
+@click.command(short_help="How a run stands: coverage, CE, agreement, who is late or left out.")
+@click.argument("address", nargs=-1)
+@click.option(
+    "--folder",
+    type=click.Path(path_type=Path),
+    help="Without ADDRESS: of the run of this host's folder (default: the one used last).",
+)
+@click.option(
+    "--k",
+    "needed",
+    type=click.IntRange(min=1),
+    help="Warn of blocks with fewer live replicas (default: what the run says).",
+)
 @click.option("--watch", is_flag=True, help="Go on until Ctrl-C, once a round or every 5 s.")
 @click.option("--json", "as_json", is_flag=True, help=JSON_HELP)
-def status(address: tuple[str, ...], watch: bool, as_json: bool) -> None:
+def status(
+    address: tuple[str, ...], folder: Path | None, needed: int | None, watch: bool, as_json: bool
+) -> None:
     """Show the run at ADDRESS: the replicas of every block, from their own signed records.
 
-    Warns of blocks with fewer live replicas than the run wants. Takes no part in training. A host
-    that died is shown, as behind, until its record expires.
+    \b
+      blockswarm status                 the run that this machine took part in last
+      blockswarm status /ip4/203.0.113.7/tcp/4001/p2p/12D3Koo...
+
+    Takes no part in training. CE is what replicas measured themselves, each on its own held-out
+    bytes. A host that died is shown, as behind, until its record expires after 5 minutes.
     """
+    known = None if address else _local_run(folder)
 
     def show(found: RunStatus) -> None:
         if as_json:
             print_json(found.facts())
         else:
+            if watch and sys.stdout.isatty():
+                print("\x1b[H\x1b[J", end="")
             print_status(found)
 
-    if _run_loop(_until_stopped(_watch_status(address, watch, show))) is None and not watch:
+    work = _watch_status(address, known, needed, watch, show)
+    if _run_loop(_until_stopped(work)) is None and not watch:
         raise KeyboardInterrupt
 
 
+def _local_run(folder: Path | None) -> tuple[bytes, tuple[str, ...]]:
+    """The run of a host's folder on this machine, and the peers that it knew."""
+    from node.home import known_addresses, latest_home, run_in
+
+    home = folder or latest_home()
+    text = run_in(home) if home else None
+    if home is None or text is None:
+        where = f"{folder} is not the folder of a host" if folder else "no host was here yet"
+        raise UsageError(
+            f"{where}, so there is no run to show",
+            "give the address of a peer: blockswarm status ADDRESS",
+        )
+    addresses = known_addresses(home)
+    if not addresses:
+        raise UsageError(
+            f"the host in {home} has met no peer yet", "give an address: blockswarm status ADDRESS"
+        )
+    return text, addresses
+
+
 async def _watch_status(
-    addresses: tuple[str, ...], watch: bool, show: Callable[[RunStatus], None]
+    addresses: tuple[str, ...],
+    known: tuple[bytes, tuple[str, ...]] | None,
+    needed: int | None,
+    watch: bool,
+    show: Callable[[RunStatus], None],
 ) -> bool:
     from node.client import client_network, replicas_of, run_clock
     from node.invitation import fetch_run
@@ -169,13 +226,13 @@ async def _watch_status(
     from protocol.records import Role
     from swarm.runfile import parse, run_id
 
-    text = await fetch_run(addresses)
+    text, through = known or (await fetch_run(addresses), addresses)
     run_file = parse(text)
-    async with client_network(text, addresses, say, Role(0)) as network:
+    async with client_network(text, through, say, Role(0)) as network:
         while True:
             now_s = (await run_clock(network)).run_time_s(time.time())
             records, peers = replicas_of(network), NetworkPeers(network)
-            show(await look(run_file, run_id(text), records, peers, now_s))
+            show(await look(run_file, run_id(text), records, peers, now_s, needed))
             if not watch:
                 return True
             await asyncio.sleep(max(STATUS_EVERY_S, run_file.rounds.period_s))
@@ -183,10 +240,15 @@ async def _watch_status(
 
 def print_status(found: RunStatus) -> None:
     facts = found.facts()
-    print(f"run {found.name} ({found.run[:16]})  round {found.round} of {found.rounds}")
-    print(f"{facts['live']} live replicas of {len(found.blocks)} blocks, {facts['peers']} known")
+    over = ", the run is over" if found.round >= found.rounds else ""
+    number = min(found.round, found.rounds)
+    print(f"run {found.name} ({found.run[:16]})  round {number} of {found.rounds}{over}")
+    print(
+        f"{facts['live']} live replicas of {len(found.blocks)} blocks, {facts['peers']} known; "
+        f"their updates of this round: {facts['update_bytes'] / 1e3:.0f} kB"
+    )
     print()
-    print("block  live  round  consensus     agree  behind")
+    print("block  live  round      CE  consensus     agree  update kB  behind by rounds")
     for block in found.blocks:
         print(_block_line(block))
     print()
@@ -196,14 +258,21 @@ def print_status(found: RunStatus) -> None:
 
 def _block_line(block: BlockStatus) -> str:
     behind = [f"{short_peer(r.peer)} ({r.behind_rounds})" for r in block.replicas if not r.live]
+    ce = "-" if block.ce_nats is None else f"{block.ce_nats:.3f}"
+    sizes = [r.update_bytes for r in block.replicas if r.live and r.update_bytes]
+    update = f"{sum(sizes) / len(sizes) / 1e3:.1f}" if sizes else "-"
     line = (
-        f"{block.block:>5}  {block.live:>4}  {block.consensus_round:>5}  "
+        f"{block.block:>5}  {block.live:>4}  {block.consensus_round:>5}  {ce:>6}  "
         f"{block.consensus[:12] or '-':<12}  {f'{block.agree}/{len(block.replicas)}':>5}  "
-        f"{', '.join(behind) or '-'}"
+        f"{update:>9}  {', '.join(behind) or '-'}"
     )
-    if block.last is not None and block.last.left_out:
-        left_out = ", ".join(map(short_peer, block.last.left_out))
-        line += f"\n       round {block.last.round} left out {left_out}"
+    last = block.last
+    for words, peers in (
+        ("left out", last.left_out if last else ()),
+        ("without an update of", last.absent if last else ()),
+    ):
+        if last is not None and peers:
+            line += f"\n       round {last.round} {words} {', '.join(map(short_peer, peers))}"
     return line
 
 

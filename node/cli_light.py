@@ -243,6 +243,9 @@ def short_peer(peer: str) -> str:
 def peers(address: str, timeout_s: float, as_json: bool) -> None:
     """Ask a live peer for its run and for the records of all peers that it knows.
 
+    `blockswarm status` asks the whole swarm and says what it means; this asks one peer, from a
+    machine without hivemind.
+
     Signatures and the run's hash are checked here. What is not signed by the peer it is about,
     has expired or belongs to another run is counted as refused and not shown. Needs no hivemind.
     """

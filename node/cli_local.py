@@ -12,6 +12,7 @@ from typing import Any, TypeVar, get_args
 import click
 from click.core import ParameterSource
 
+from node.addresses import split_peer
 from node.cli_report import (
     evaluation_facts,
     print_evaluation,
@@ -41,7 +42,11 @@ def _compute_options(command: F) -> F:
 
 json_option = click.option("--json", "as_json", is_flag=True, help="One JSON object on stdout.")
 without_option = click.option(
-    "--without", type=int, multiple=True, help="Leave this block out (repeatable)."
+    "--without",
+    type=click.IntRange(min=0),
+    multiple=True,
+    metavar="BLOCK",
+    help="Leave this block out (repeatable).",
 )
 
 
@@ -81,6 +86,13 @@ without_option = click.option(
 )
 @click.option("--batch", type=int, default=8, show_default=True, help="Windows in a step.")
 @click.option("--learning-rate", type=float, default=3e-3, show_default=True, help="At its peak.")
+@click.option(
+    "--denoise-share",
+    type=float,
+    default=0.0,
+    show_default=True,
+    help="Part of a batch that trains `generate --mode denoise`; 0: none.",
+)
 @click.option("--seed", type=SEED, default=0, show_default=True, help="Of everything random.")
 @click.option("--resume", is_flag=True, help="Go on with the run in --out that was cut off.")
 @click.option("--overwrite", is_flag=True, help="Replace the model or the run in --out.")
@@ -125,7 +137,9 @@ def train(ctx: click.Context, /, out: Path, as_json: bool, **options: Any) -> No
     show_default=True,
     help="Which part of the data.",
 )
-@click.option("--limit-bytes", type=SIZE, default=250_000, show_default=True, help="At most.")
+@click.option(
+    "--limit-bytes", type=SIZE, default=250_000, show_default=True, help="Bytes to read at most."
+)
 @without_option
 @_compute_options
 @json_option
@@ -152,7 +166,9 @@ def evaluate(
 @click.command(short_help="Does any block read its own target?")
 @click.argument("model", type=FOLDER)
 @click.option("--data", default=None, help=f"Default: what it was trained on. {DATA_HELP}")
-@click.option("--limit-bytes", type=SIZE, default=65536, show_default=True, help="At most.")
+@click.option(
+    "--limit-bytes", type=SIZE, default=65536, show_default=True, help="Bytes to read at most."
+)
 @without_option
 @_compute_options
 @json_option
@@ -176,9 +192,9 @@ def probe(
     (print_json if as_json else print_probe)(facts)
 
 
-@click.command(short_help="Let a model write.")
-@click.argument("model", type=FOLDER)
-@click.option("--prompt", default="\n", help="Text to go on from.")
+@click.command(short_help="Let a model folder, or a swarm that serves, write.")
+@click.argument("model", type=FOLDER, metavar="MODEL|ADDRESS")
+@click.option("--prompt", default="\n", help="Text to go on from (default: an empty line).")
 @click.option(
     "--length",
     type=click.IntRange(1, 1_000_000),
@@ -210,8 +226,14 @@ def generate(
 ) -> None:
     """Let a model write: bytes that follow the prompt, streamed as they come.
 
-    MODEL is a model folder, or the multiaddress of any peer of a run whose hosts serve it; the
-    options from --mode to --scores are for the latter.
+    \b
+      blockswarm generate model/ --prompt "def "
+      blockswarm generate /ip4/203.0.113.7/tcp/4001/p2p/12D3Koo... --prompt "def "
+
+    MODEL is a model folder, as `train` and `assemble` write it. ADDRESS is that of any peer of a
+    run whose hosts serve it; the options from --mode to --scores are for the latter. A folder
+    knows one mode besides byte after byte: --mode denoise writes all bytes at once, if the model
+    was trained with --denoise-share.
 
     The model writes bytes. Into a pipe they go as they are; on a terminal those that are not
     UTF-8 text are shown as a replacement character.
@@ -220,11 +242,15 @@ def generate(
     from swarm.generate import Sampling
 
     sampling = Sampling(0.0 if greedy else temperature, top_k, seed)
+    if str(model).startswith(("/ip4/", "/ip6/", "/dns")) and not model.exists():
+        split_peer(str(model))  # says what is wrong with an address that is not whole
     if is_address(str(model)):
         generate_from_swarm(str(model), prompt, length, sampling, as_json, options)
         return
     composed = load_composed(model, without, options)
-    facts = write_text(composed, prompt, length, sampling, None if as_json else ByteWriter())
+    joint = options["mode"] == "denoise"
+    out = None if as_json else ByteWriter()
+    facts = write_text(composed, prompt, length, sampling, out, joint)
     if as_json:
         print_json(facts)
 

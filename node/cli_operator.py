@@ -88,7 +88,7 @@ look_ahead_weight = {training.look_ahead_weight}
 staggered = {training.staggered}
 # Above 0, copies of other blocks are slow averages of their versions; 0 takes them as they are.
 copy_decay = {training.copy_decay}
-
+{joint}
 [data]
 # "python": the library of the host's Python, no download. "wikitext-2", "wikitext-103": downloaded
 # once. "own": every host brings its own text.
@@ -121,6 +121,11 @@ snapshot_every = {exchange.snapshot_every}
 min_replicas = {exchange.min_replicas}
 """
 
+JOINT = """\
+# So much of every batch teaches blocks to denoise a whole output at once, for the mode `denoise`.
+denoise_share = {training.denoise_share}
+"""  # an option that is left out where it is off
+
 
 def emit(runfile: RunFile) -> bytes:
     """A commented run file; `swarm.runfile.parse` gives the same run back."""
@@ -134,7 +139,8 @@ def emit(runfile: RunFile) -> bytes:
         name: SimpleNamespace(**{key: _toml(value) for key, value in table.items()})
         for name, table in tables.items()
     }
-    return TEMPLATE.format(**top, **written).encode()
+    joint = JOINT.format(**written) if runfile.run.denoises else ""
+    return TEMPLATE.format(joint=joint, **top, **written).encode()
 
 
 def _toml(value: Any) -> str:
@@ -191,12 +197,23 @@ def preset(name: str, run_name: str, seed: int = 0) -> RunFile:
     help="tiny: a laptop, minutes. small: 52M parameters, a day. large: 307M, GPUs, a week.",
 )
 @click.option("--name", default=None, help="What people call the run (default: the preset's).")
-@click.option("--seed", type=click.IntRange(0, 2**32 - 1), default=0, show_default=True)
+@click.option(
+    "--seed",
+    type=click.IntRange(0, 2**32 - 1),
+    default=0,
+    show_default=True,
+    help="Of the first weights, the targets and the noise.",
+)
 @click.option("--force", is_flag=True, help="Replace the file that is there.")
 def init(path: Path, preset_name: str, name: str | None, seed: int, force: bool) -> None:
     """Write a commented run file: model, data, rounds and rules of a new swarm.
 
-    Edit it as you like, then start the swarm with `blockswarm seed`.
+    \b
+      blockswarm init                             run.toml, preset tiny
+      blockswarm init big.toml --preset large     another file, another preset
+
+    PATH is the file to write (default: run.toml). It says what the run will cost a host. Edit it
+    as you like, then start the swarm with `blockswarm seed PATH`.
     """
     from node.atomic import write_atomically
 
@@ -219,10 +236,10 @@ def init(path: Path, preset_name: str, name: str | None, seed: int, force: bool)
 
 def summary(runfile: RunFile) -> str:
     """The run, and what it costs a host, in one line."""
-    from swarm.runfile import expected_gb_per_day, parameter_counts, worker_memory_bytes
+    from swarm.cost import block_parameters, expected_gb_per_day, worker_memory_bytes
 
     shape, rounds = runfile.run.model, runfile.rounds
-    total = sum(parameter_counts(shape, runfile.run.training.objective))
+    total = sum(block_parameters(runfile.run))
     hosts = runfile.exchange.min_replicas
     return (
         f"{total / 1e6:.1f} million parameters in {shape.blocks} blocks, {rounds.count} rounds of "

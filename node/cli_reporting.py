@@ -42,8 +42,18 @@ MAX_ENTRIES = 100_000
     help="The page: one file, with its plots.",
 )
 @click.option("--json", "as_json", is_flag=True, help="One JSON object on stdout.")
-@click.option("--csv", "csv_file", type=click.Path(path_type=Path), help="A row for every round.")
-@click.option("--png", "png_folder", type=click.Path(path_type=Path), help="The plots as files.")
+@click.option(
+    "--csv",
+    "csv_file",
+    type=click.Path(path_type=Path),
+    help="File with a row for every round of every host.",
+)
+@click.option(
+    "--png",
+    "png_folder",
+    type=click.Path(path_type=Path),
+    help='Folder for the plots as files; needs matplotlib: pip install "blockswarm[bench]".',
+)
 def report(
     folders: tuple[Path, ...],
     out: Path,

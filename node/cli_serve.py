@@ -24,7 +24,7 @@ if TYPE_CHECKING:
 
 C = TypeVar("C", bound=Any)
 
-MODES = ("one-sweep", "exact", "autoregressive")
+MODES = ("one-sweep", "exact", "autoregressive", "denoise")
 DRAFTS, DRAFT_LENGTH = 8, 32
 
 
@@ -51,7 +51,7 @@ def sweep_options(command: C) -> C:
             type=click.Choice(MODES),
             default="one-sweep",
             show_default=True,
-            help="A whole output, verified pieces, or a byte per traversal.",
+            help="A whole output, verified pieces, a byte per traversal, or all bytes from noise.",
         ),
     ):
         command = option(command)
@@ -177,11 +177,15 @@ async def _generate(
     from node.sweep_client import SweepClient
     from node.sweep_output import Order, Output
     from protocol.records import Role
+    from swarm.denoise import require_denoising
     from swarm.runfile import parse, run_id
 
     text = await fetch_run([address])
-    draft_length = {"one-sweep": None, "exact": options["draft_length"], "autoregressive": 0}
-    order = Order(prompt, length, sampling, options["drafts"], draft_length[options["mode"]])
+    mode, joint = options["mode"], options["mode"] == "denoise"
+    if joint:
+        require_denoising(parse(text).run)
+    draft_length = {"exact": options["draft_length"], "autoregressive": 0}.get(mode)
+    order = Order(prompt, length, sampling, options["drafts"], draft_length, joint=joint)
     async with client_network(text, [address], say, Role(0)) as network:
         client = SweepClient(network, run_id(text), parse(text).run, say)
         try:

@@ -1,340 +1,253 @@
 """Commands that take part in a swarm: seed, join.
 
-Imports of torch and hivemind happen inside the commands: `blockswarm --help` answers at once.
+Decides what can be typed and what it means; what happens then is `taking_part`'s, for several
+workers `fleet`'s. Imports of torch and hivemind happen inside the commands: `blockswarm --help`
+answers at once.
 """
 
 from __future__ import annotations
 
-import asyncio
-import contextlib
-import logging
-import os
-import signal
-import sys
-import time
-from collections.abc import Coroutine
 from pathlib import Path
-from typing import TYPE_CHECKING, Any, Literal, TypeVar
+from typing import Any, TypeVar
 
 import click
 
+from node import home as homes
+from node.phases import mark
+from node.taking_part import Part, check_announce, run_loop, take_part
 from node.terminal import say
-from protocol.errors import BlockswarmError, UsageError
-
-if TYPE_CHECKING:
-    from node.host import Host
+from protocol.errors import UsageError
 
 C = TypeVar("C", bound=Any)
 
-RUN, JOINED, PORT = "run.toml", "joined.txt", "port"
-START_DELAY_S = 2  # from `seed` to the first round
+# Other commands use these, too.
+_run_loop, _free_folder, _state_home = run_loop, homes.free_folder, homes.state_home
+
+STATE = "~/.local/state/blockswarm"
+RATE = click.FloatRange(min=0, min_open=True)
 
 
 def _host_options(command: C) -> C:
+    """Options of every host. Their order here is that of --help."""
     options = (
-        click.option("--folder", type=click.Path(path_type=Path), help="Where its state is kept."),
-        click.option("--port", type=int, default=0, help="TCP port (default: any free one)."),
-        click.option("--announce", multiple=True, help="Public IP or multiaddress (repeatable)."),
-        click.option("--listen", multiple=True, help="IP to listen on (default: all)."),
+        click.option(
+            "--port",
+            type=click.IntRange(0, 65535),
+            default=0,
+            help="TCP port to listen on (default: any free one, kept over restarts).",
+        ),
+        click.option(
+            "--announce",
+            multiple=True,
+            metavar="IP",
+            help="Public IP, name or multiaddress under which others reach this host, where it "
+            "cannot know that by itself; needs --port (repeatable).",
+        ),
+        click.option(
+            "--listen", multiple=True, metavar="IP", help="IP to listen on (default: all)."
+        ),
         click.option(
             "--relay",
             multiple=True,
+            metavar="ADDRESS",
             help="Behind NAT: address of a peer that forwards for you (repeatable).",
         ),
-        click.option("--block", type=int, help="Train this block (default: the neediest)."),
+        click.option(
+            "--block",
+            type=click.IntRange(min=0),
+            help="Train this block (default: the neediest that fits).",
+        ),
         click.option("--data", help="Your own text instead of the run's: a file or folder."),
         click.option("--device", default="auto", show_default=True, help="auto, cpu, cuda, mps."),
-        click.option("--threads", type=int, help="CPU threads of the training process."),
-        click.option("--max-memory", type=float, help="GB that the training may take."),
-        click.option("--max-gb-per-day", type=float, help="GB moved per day, both ways together."),
+        click.option(
+            "--threads",
+            type=click.IntRange(1, 1024),
+            help="CPU threads of the training (default: torch's choice, usually all cores).",
+        ),
+        click.option(
+            "--max-memory",
+            type=RATE,
+            metavar="GB",
+            help="Take only a block that fits into so much (default: no limit).",
+        ),
+        click.option(
+            "--max-gb-per-day",
+            type=click.FloatRange(min=0),
+            metavar="GB",
+            help="Moved per day, both ways together; beyond it, it trains on and exchanges "
+            "nothing (default: no limit).",
+        ),
+        click.option(
+            "--up-mbps",
+            type=RATE,
+            metavar="MBIT",
+            help="Send at most so many Mbit/s (default: no limit).",
+        ),
+        click.option(
+            "--down-mbps",
+            type=RATE,
+            metavar="MBIT",
+            help="Receive at most so many Mbit/s (default: no limit).",
+        ),
+        click.option(
+            "--no-serve",
+            is_flag=True,
+            help="Only train: do not answer `blockswarm generate ADDRESS` with this block.",
+        ),
         click.option("--json", "as_json", is_flag=True, help="Events as JSON lines on stdout."),
         click.option("--verbose", is_flag=True, help="Say what happens inside."),
     )
-    for option in reversed(options):  # decorators apply from the inside: --help shows this order
+    for option in reversed(options):
         command = option(command)
     return command
 
 
-@click.command()
-@click.argument("run_file", type=click.Path(path_type=Path))
+@click.command(short_help="Start a run, or be one more peer to join it through.")
+@click.argument("run", nargs=-1, metavar="[RUN]")
+@click.option(
+    "--folder",
+    type=click.Path(path_type=Path),
+    help=f"Where its state is kept (default: {STATE}/seed-NAME).",
+)
+@click.option("--no-train", is_flag=True, help="Hold no block: only let others find the run.")
 @_host_options
-def seed(run_file: Path, folder: Path | None, **options: Any) -> None:
-    """Start a run, or go on with it, as its seed peer. It trains a block too.
+def seed(run: tuple[str, ...], folder: Path | None, no_train: bool, **options: Any) -> None:
+    """Start a run as its seed peer, or be a further seed of one. Prints the line to join with.
 
-    Prints the line that others paste to join. A restarted seed keeps its identity and its run.
+    \b
+    RUN is what there is of the run:
+      run.toml     its file: starts it, or goes on with it (same identity, same run)
+      ADDRESS...   a peer of a run that is under way: a further seed of it
+      FOLDER       the folder of a host that took part: goes on as a seed
+    Without RUN, --folder says it.
+
+    A seed trains a block like every host unless told not to. The run needs none of its seeds:
+    every host can be joined through, and `blockswarm seed FOLDER` prints how.
     """
-    from swarm.runfile import parse
+    check_announce(options)
+    text, home, addresses = _seed_source(run, folder)
+    known = homes.invitations_in(home)
+    if known and homes.in_use(home):
+        say(f"a host runs in {home}, and every host can be joined through; this one with:")
+        for line in known:
+            print(f"blockswarm join {line}")
+        return
+    if not no_train:
+        _prepare()
+    take_part(Part(text, home, addresses, True, options, trains=not no_train))
 
+
+def _prepare() -> None:
+    """Start the process that will train: it imports torch while we look for the run."""
+    from node import spare_process
+
+    mark("python")
+    spare_process.prepare()
+
+
+def _seed_source(run: tuple[str, ...], folder: Path | None) -> tuple[bytes, Path, tuple[str, ...]]:
+    """The run file, the seed's folder, and through whom it joins."""
+    from swarm.runfile import parse, run_id
+
+    if run and all(text.startswith("/") and "/p2p/" in text for text in run):
+        from node.joining import run_of
+
+        text = run_loop(run_of(run, folder))
+        home = folder or homes.free_folder(homes.state_home() / run_id(text).hex()[:16])
+        homes.make(home)
+        homes.remember(home, text, run)
+        return text, home, run
+    if len(run) > 1:
+        raise UsageError("RUN is one run file, one folder, or addresses", "blockswarm seed --help")
+    if not run and folder is None:
+        raise UsageError(
+            "say which run: a run file, the folder of a host, or the address of a peer",
+            "blockswarm init writes a run file; then: blockswarm seed run.toml",
+        )
+    path = Path(run[0]) if run else folder
+    assert path is not None
+    if path.is_dir() or not run:
+        known = homes.run_in(path)
+        if known is None:
+            raise UsageError(
+                f"{path} is not the folder of a host: there is no run.toml in it",
+                "blockswarm seed run.toml starts a run",
+            )
+        home = folder or path
+        if home != path:
+            homes.make(home)
+            homes.remember(home, known, homes.known_addresses(path))
+        return known, home, homes.joined_through(home)
     try:
-        text = run_file.read_bytes()
+        text = path.read_bytes()
     except OSError as error:
-        raise UsageError(f"cannot read {run_file}: {error.strerror}", "blockswarm init") from error
-    home = folder or _state_home() / f"seed-{_safe(parse(text).name)}"
-    _take_part(_started(text, home), home, (), True, options)
+        raise UsageError(
+            f"cannot read {path}: {error.strerror}", "blockswarm init writes a run file"
+        ) from error
+    home = folder or homes.seed_home(parse(text).name)
+    return homes.started(text, home), home, ()
 
 
-@click.command()
+@click.command(short_help="Take part in a run: train a block of it.")
 @click.argument("address", nargs=-1, required=True)
+@click.option(
+    "--folder",
+    type=click.Path(path_type=Path),
+    help=f"Where its state is kept (default: {STATE}/ID, ID of the run).",
+)
+@click.option(
+    "--workers",
+    type=click.IntRange(1, 64),
+    default=1,
+    show_default=True,
+    help="Train so many blocks, a process each; limits and threads are shared among them.",
+)
+@click.option("--as-worker", type=int, hidden=True)
 @_host_options
-def join(address: tuple[str, ...], folder: Path | None, **options: Any) -> None:
+def join(
+    address: tuple[str, ...],
+    folder: Path | None,
+    workers: int,
+    as_worker: int | None,
+    **options: Any,
+) -> None:
     """Join a run through the ADDRESS of any of its peers (several are better than one).
 
-    Nothing else is needed: the run says what to train on. Ctrl-C leaves; the same command goes on.
-    SIGUSR1 pauses its training, SIGUSR2 lets it go on.
+    \b
+    An ADDRESS is what `seed` and every host print, for example
+      blockswarm join /ip4/203.0.113.7/tcp/4001/p2p/12D3Koo...
+
+    Nothing else is needed: the run says what to train on. What it costs is said first. Ctrl-C
+    leaves; the same command goes on. SIGUSR1 pauses the training, SIGUSR2 lets it go on.
     """
+    check_announce(options)
+    if workers > 1:
+        from node.fleet import join_with_workers
+
+        join_with_workers(address, folder, workers, options)
+        return
+    _prepare()
+    text, home = _joined(address, folder, as_worker)
+    take_part(Part(text, home, address, False, options, worker=as_worker))
+
+
+def _joined(
+    addresses: tuple[str, ...], folder: Path | None, as_worker: int | None
+) -> tuple[bytes, Path]:
+    """The run and the host's folder, with both remembered for the next time."""
     from swarm.runfile import run_id
 
-    text = _run_of(address, folder)
-    home = folder or _free_folder(_state_home() / run_id(text).hex()[:16])
-    _make(home)
-    _remember(home, text, address)
-    _take_part(text, home, address, False, options)
+    if as_worker is not None and folder is not None:
+        known = homes.run_in(folder)  # its supervisor has asked already
+        if known is not None:
+            return known, folder
+    from node.joining import run_of
+
+    text = run_loop(run_of(addresses, folder))
+    home = folder or homes.free_folder(homes.state_home() / run_id(text).hex()[:16])
+    homes.make(home)
+    homes.remember(home, text, addresses)
+    return text, home
 
 
 swarm_commands = (seed, join)
-
-
-def _take_part(
-    text: bytes, home: Path, addresses: tuple[str, ...], is_seed: bool, options: dict[str, Any]
-) -> None:
-    from node.addresses import split_peer
-    from node.daemon import ALL_INTERFACES, DaemonSettings
-    from node.host import Host, HostSettings
-    from node.network import NetworkSettings
-    from swarm.runfile import expected_gb_per_day, parse, run_id, worker_memory_bytes
-
-    level = logging.DEBUG if options["verbose"] else logging.ERROR
-    logging.basicConfig(level=level, format="%(name)s: %(message)s")
-    run = parse(text)
-    if not options["as_json"]:
-        memory, traffic = worker_memory_bytes(run), expected_gb_per_day(run, 2)
-        say(f"run {run.name} ({run_id(text).hex()[:16]}): {run.run.model.blocks} blocks")
-        say(f"this will take about {memory / 1e9:.1f} GB of memory and {traffic:.1f} GB a day")
-    _make(home)
-    hosts = tuple(options["listen"]) or ALL_INTERFACES
-    port = options["port"] or _port_of_before(home, hosts)
-    relays = tuple(options["relay"])
-    for relay in relays:
-        split_peer(relay)  # refuses what is no whole address, before p2pd does it in its own words
-    reachability: Literal["auto", "private"] = "private" if relays else "auto"
-    daemon = DaemonSettings(
-        home / "identity", port=port, hosts=hosts, relays=relays, reachability=reachability
-    )
-    network = NetworkSettings(
-        daemon,
-        run_id(text),
-        text,
-        join=addresses,
-        announce=tuple(options["announce"]),
-        state_folder=home,
-    )
-    limit = options["max_memory"]
-    settings = HostSettings(
-        network,
-        home,
-        options["data"],
-        options["block"],
-        options["device"],
-        options["threads"],
-        int(limit * 1e9) if limit else 1 << 60,
-        is_seed,
-        None if options["max_gb_per_day"] is None else int(options["max_gb_per_day"] * 1e9),
-    )
-    host = Host(settings, say)
-    _run_loop(_until_stopped(host, options["as_json"]))
-    # All is saved, closed and ended. Unloading torch and hivemind takes seconds on a busy machine,
-    # and whoever asked us to leave waits for it.
-    sys.stdout.flush()
-    sys.stderr.flush()
-    os._exit(0)
-
-
-async def _until_stopped(host: Host, as_json: bool) -> None:
-    """Run a host until Ctrl-C or SIGTERM; then let it leave, which takes seconds at most."""
-    from swarm.events import RoundEvent, to_line
-
-    loop = asyncio.get_running_loop()
-    work = asyncio.create_task(host.run())
-    asked: list[int] = []
-
-    def stop(number: int) -> None:
-        asked.append(number)
-        if len(asked) == 1:  # a second one must not cut off the goodbye
-            work.cancel()
-
-    for number in (signal.SIGINT, signal.SIGTERM):
-        loop.add_signal_handler(number, stop, number)
-    loop.add_signal_handler(signal.SIGUSR1, host.pause, True)
-    loop.add_signal_handler(signal.SIGUSR2, host.pause, False)
-
-    def show(event: Any) -> None:
-        if as_json:
-            with contextlib.suppress(OSError):  # nobody reads any more: the log file has it too
-                print(to_line(event), flush=True)
-        elif isinstance(event, RoundEvent):
-            say(_line(event))
-
-    host.events.listeners.append(show)
-    invite = asyncio.create_task(_invite(host, as_json))
-    try:
-        with contextlib.suppress(asyncio.CancelledError):
-            await work
-    finally:
-        invite.cancel()
-    say("left the run; the same command goes on with it")
-
-
-async def _invite(host: Host, as_json: bool) -> None:
-    """Print the addresses once the network is up."""
-    while True:
-        await asyncio.sleep(0.2)
-        with contextlib.suppress(BlockswarmError):
-            lines = await host.network.invitations()
-            if lines:
-                _keep_port(host)
-                say("others join with:")
-                for line in lines:
-                    say(f"  blockswarm join {line}")
-                return
-
-
-def _keep_port(host: Host) -> None:
-    """The addresses that others know of us stay right over a restart."""
-    from node.atomic import StorageError, write_atomically
-
-    text = str(host.network.daemon.port).encode()
-    with contextlib.suppress(StorageError):
-        write_atomically(host.settings.folder / PORT, lambda half: _write(half, text))
-
-
-def _port_of_before(home: Path, hosts: tuple[str, ...]) -> int:
-    """The port that this host had, if it is free; after a crash its p2pd holds it for a while."""
-    from node.daemon import ORPHAN_S, DaemonError, PortInUse, free_port
-
-    try:
-        port = int((home / PORT).read_text())
-    except (OSError, ValueError):
-        return 0
-    end_s = time.monotonic() + ORPHAN_S + 2.0
-    while True:
-        try:
-            return free_port(hosts, port)[1]
-        except PortInUse:
-            if time.monotonic() > end_s:
-                return 0
-            time.sleep(0.2)
-        except (DaemonError, OverflowError):
-            return 0
-
-
-def _line(event: Any) -> str:
-    """A round in one line."""
-    traffic = sum(t.sent_bytes + t.received_bytes for t in event.traffic)
-    included = {True: "included", False: "left out", None: "not sent"}[event.included]
-    ce = "" if event.consensus_ce_nats is None else f"  CE {event.consensus_ce_nats:.3f}"
-    return (
-        f"block {event.block}  round {event.round}  {event.outcome}, {included}"
-        f"  peers {len(event.in_time)}+{len(event.late)} late{ce}  {traffic / 1e3:.0f} kB"
-        f"  {event.consensus[:8]}"
-    )
-
-
-def _run_of(addresses: tuple[str, ...], folder: Path | None) -> bytes:
-    """The run behind these addresses; if nobody is there, the one that was joined by them before.
-
-    The peer that one joined through may be gone for ever; the folder knows others.
-    """
-    from node.invitation import NobodyAnswers, fetch_run
-
-    try:
-        return _run_loop(fetch_run(addresses))
-    except NobodyAnswers:
-        homes = [folder] if folder else sorted(_state_home().glob("*"))
-        for home in homes:
-            with contextlib.suppress(OSError):
-                known = (home / JOINED).read_text().split()
-                if folder or set(known) & set(addresses):
-                    return (home / RUN).read_bytes()
-        raise
-
-
-def _remember(home: Path, text: bytes, addresses: tuple[str, ...]) -> None:
-    from node.atomic import StorageError, write_atomically
-
-    with contextlib.suppress(StorageError):  # the state cannot be saved either, and that is said
-        write_atomically(home / RUN, lambda half: _write(half, text))
-        joined = "\n".join(addresses).encode()
-        write_atomically(home / JOINED, lambda half: _write(half, joined))
-
-
-def _make(home: Path) -> None:
-    try:
-        home.mkdir(parents=True, exist_ok=True)
-    except OSError as error:
-        raise UsageError(
-            f"cannot make the folder {home}: {error.strerror}", "choose another with --folder"
-        ) from error
-
-
-def _started(text: bytes, home: Path) -> bytes:
-    """The run file with its start: the one of before if this seed was started before."""
-    from node.atomic import write_atomically
-    from swarm.runfile import parse, with_start
-
-    kept = home / RUN
-    if kept.exists():
-        started = kept.read_bytes()
-        start = parse(started).rounds.start_s
-        if text == started or (not parse(text).started and with_start(text, start) == started):
-            return started
-        raise UsageError(
-            f"{home} holds another run than this file", "give the new run a folder with --folder"
-        )
-    if not parse(text).started:
-        text = with_start(text, int(time.time()) + START_DELAY_S)
-    _make(home)
-    write_atomically(kept, lambda half: _write(half, text))
-    return text
-
-
-def _write(path: Path, data: bytes) -> None:
-    path.write_bytes(data)
-
-
-def _state_home() -> Path:
-    base = os.environ.get("XDG_STATE_HOME") or str(Path.home() / ".local" / "state")
-    return Path(base) / "blockswarm"
-
-
-def _safe(name: str) -> str:
-    return "".join(c if c.isalnum() else "-" for c in name).lower()
-
-
-def _free_folder(base: Path) -> Path:
-    """The first folder of this run whose identity no other process uses."""
-    from protocol.identity import IdentityInUse, load_or_create
-
-    for number in range(1, 65):
-        folder = base if number == 1 else base.with_name(f"{base.name}-{number}")
-        folder.mkdir(parents=True, exist_ok=True)
-        try:
-            load_or_create(folder / "identity").close()
-        except IdentityInUse:
-            continue
-        return folder
-    raise UsageError("64 hosts of this run are on this machine already", "give --folder")
-
-
-T = TypeVar("T")
-
-
-def _run_loop(work: Coroutine[Any, Any, T]) -> T:
-    """Run on uvloop where it exists."""
-    factory = None
-    if sys.platform != "win32":
-        with contextlib.suppress(ImportError):
-            import uvloop
-
-            factory = uvloop.new_event_loop
-    with asyncio.Runner(loop_factory=factory) as runner:
-        return runner.run(work)

@@ -9,9 +9,10 @@ from __future__ import annotations
 
 import asyncio
 import logging
-from collections.abc import Awaitable, Callable
+from collections.abc import Awaitable, Callable, Mapping
 from contextlib import suppress
 
+from node.consensus import Consensus
 from node.fetch import Peers
 from node.follow import Donors, Follower, FollowSettings
 from node.trainer import TrainerError
@@ -20,6 +21,7 @@ from protocol.errors import WireError
 from protocol.messages import Purpose
 from swarm.coupling import upstream_versions
 from swarm.flat import Floats, flat_size, initial_flat
+from swarm.log import ConsensusLog
 from swarm.runfile import RunFile
 from swarm.updates import UpdateCodec
 from swarm.worker import initial_block
@@ -62,6 +64,15 @@ class Copies:
         self.muted = False  # over its budget
         self._number = -1
         self._began = asyncio.Event()
+
+    def adopt(self, followers: Mapping[int, Follower]) -> None:
+        """Go on with copies that were followed before, for another block."""
+        self.followers.update({b: f for b, f in followers.items() if b in self.followers})
+
+    def held(self, block: int) -> tuple[ConsensusLog, Consensus] | None:
+        """What we have of a block that we follow, for whoever asks."""
+        follower = self.followers.get(block)
+        return None if follower is None else (follower.log, follower.consensus)
 
     def begin(self, number: int) -> None:
         """Round `number` has opened its exchange."""

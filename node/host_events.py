@@ -19,17 +19,28 @@ from swarm.log import ConsensusLog
 
 @dataclass
 class Measured:
-    """What was measured last of the host itself."""
+    """What was measured of the host itself. The CE is of this round: None if there was none."""
 
-    steps: int = 0  # of the training process, since its start
+    steps: int = 0  # of this host since its start, in all its training processes
     loss_nats: float | None = None
     local_ce_nats: float | None = None
     consensus_ce_nats: float | None = None
+    newest_ce_nats: float | None = None  # of the consensus, in whichever round it was measured
+    of_process: int = 0  # steps of the running training process, which counts from its start
 
     def hear_progress(self, progress: Mapping[str, object]) -> None:
         steps, loss = progress.get("steps"), progress.get("loss_nats")
-        self.steps = steps if isinstance(steps, int) else self.steps
+        if isinstance(steps, int):
+            self.steps += max(0, steps - self.of_process)
+            self.of_process = steps
         self.loss_nats = loss if isinstance(loss, float) else self.loss_nats
+
+    def new_process(self) -> None:
+        self.of_process = 0
+
+    def forget_ce(self) -> None:
+        """It was written down; a line never repeats what was measured in another round."""
+        self.local_ce_nats = self.consensus_ce_nats = None
 
 
 class EventWriter:
@@ -53,10 +64,8 @@ class EventWriter:
         entry = next((e for e in reversed(log.entries) if e.round == report.round), None)
         left_out = [c.sender for c in entry.contributions if c.scale == 0] if entry else []
         measured = self.measured
-        # A training process that was started again counts from where it was.
-        steps = max(0, measured.steps - self._steps_before)
-        self._steps_before = measured.steps
-        return RoundEvent(
+        steps, self._steps_before = measured.steps - self._steps_before, measured.steps
+        event = RoundEvent(
             time_s=time_s,
             peer=self.me,
             block=self.block,
@@ -80,6 +89,8 @@ class EventWriter:
             steps=steps,
             copy_ages_rounds=copy_ages,
         )
+        measured.forget_ce()
+        return event
 
     def move(self, time_s: float, number: int, move: act.MoveTo, before: bytes) -> MoveEvent:
         return MoveEvent(
@@ -95,12 +106,15 @@ class EventWriter:
             mode=move.mode.value,
         )
 
-    def exclusion(self, time_s: float, number: int, about: str, until_round: int) -> TrustEvent:
-        reason = "refused updates, two-faced votes or a consensus that is not one"
+    def exclusion(
+        self, time_s: float, number: int, about: str, until_round: int, reason: str
+    ) -> TrustEvent:
         return TrustEvent(time_s, self.me, self.block, number, about, reason, until_round)
 
-    def node(self, time_s: float, what: str, detail: str = "") -> NodeEvent:
-        return NodeEvent(time_s, self.me, what, detail)
+    def node(
+        self, time_s: float, what: str, detail: str = "", facts: Mapping[str, str] | None = None
+    ) -> NodeEvent:
+        return NodeEvent(time_s, self.me, what, detail, dict(facts or {}))
 
     def _traffic(self) -> tuple[Traffic, ...]:
         """Bytes since the last round, by purpose."""

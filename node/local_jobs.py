@@ -26,6 +26,7 @@ from node.local_training import (
 from node.model_folder import data_spec, has_model, load_model, read_manifest
 from node.terminal import ByteWriter, DownloadDisplay, TrainingDisplay, say, stop_on_signals
 from protocol.errors import DataError, UsageError
+from swarm import denoise
 from swarm.composition import ComposedModel
 from swarm.evaluate import honest_ce, teacher_forced_ce
 from swarm.generate import Sampling, generate
@@ -48,6 +49,7 @@ RUN_OPTIONS = {
     "steps_per_round": ("training", "steps_per_round"),
     "batch": ("training", "batch"),
     "learning_rate": ("training", "learning_rate"),
+    "denoise_share": ("training", "denoise_share"),
 }
 """Which field of the run an option of `train` sets; the run says what is allowed."""
 
@@ -123,13 +125,20 @@ def probe_blocks(composed: ComposedModel, corpus: Corpus, limit_bytes: int) -> F
 
 
 def write_text(
-    composed: ComposedModel, prompt: str, length: int, sampling: Sampling, out: ByteWriter | None
+    composed: ComposedModel,
+    prompt: str,
+    length: int,
+    sampling: Sampling,
+    out: ByteWriter | None,
+    joint: bool = False,
 ) -> Facts:
+    """Byte after byte, or `joint`: all at once, by denoising them."""
     start = os.fsencode(prompt)  # what was typed, byte for byte, UTF-8 or not
     written = bytearray()
     if out is not None:
         out.write(start)
-    for byte in generate(composed, start, length, sampling):
+    source = denoise.write if joint else generate
+    for byte in source(composed, start, length, sampling):
         written.append(byte)
         if out is not None:
             out.write(bytes([byte]))
@@ -157,8 +166,9 @@ def _run_of(options: Mapping[str, Any]) -> Run:
 
 def _refuse_other_run(run: Run, options: Mapping[str, Any], given: set[str]) -> None:
     """A resumed run keeps its options; whoever types another value should know that."""
-    held = run.to_dict()
-    values = {name: held[table][field] for name, (table, field) in RUN_OPTIONS.items()}
+    values = {
+        name: getattr(getattr(run, table), field) for name, (table, field) in RUN_OPTIONS.items()
+    }
     for name, value in {**values, "seed": run.seed}.items():
         if name in given and options[name] != value:
             flag = "--" + name.replace("_", "-")

@@ -24,7 +24,7 @@ from node.model_folder import MANIFEST, save_model
 from node.progress import Progress, Report, StopAsked
 from node.windows import WindowStream, evaluation_windows, stream_seed
 from protocol.errors import BlockswarmError, ModelError, UsageError
-from swarm.composition import ComposedModel, fit_composition
+from swarm.composition import SPARE_NATS, ComposedModel, fit_composition
 from swarm.coupling import composed_versions
 from swarm.evaluate import Evaluation, honest_ce
 from swarm.local import LocalSwarm
@@ -148,7 +148,7 @@ class LocalTraining:
 
     def _finish(self, before: Evaluation, limit_bytes: int) -> Finished:
         fit = torch.cat(self._held_out("valid", FIT_BYTES)).to(self.device)
-        model = fit_composition(self._model(), fit[:, :-1], fit[:, 1:])
+        model = fit_composition(self._model(), fit[:, :-1], fit[:, 1:], SPARE_NATS)
         after = self._evaluate("test", limit_bytes, model)
         newest = self.swarm.versions.newest + 1
         staggered = self.run.model.relays and self.run.training.staggered

@@ -26,7 +26,7 @@ from node.atomic import write_together
 from protocol.errors import ModelError, UsageError
 from protocol.version import PACKAGE_VERSION
 from swarm.composition import ComposedModel
-from swarm.model import Block
+from swarm.model import Block, block_of
 from swarm.run import Composition, Run
 
 FORMAT = "blockswarm-model"
@@ -207,7 +207,7 @@ def _load_block(
             f"block {index} was altered: its digest is not the manifest's",
             f"{_HINT}; or leave it out with --without {index}",
         )
-    block = Block(run.model, run.training.objective, first=index == 0)
+    block = block_of(run, index)
     block.load_state_dict(state)
     return block
 
@@ -218,7 +218,7 @@ def _check_tensors(run: Run, index: int, state: Mapping[str, Tensor]) -> None:
     The wanted shapes come from a block without storage: a manifest can ask for any size.
     """
     with torch.device("meta"):
-        wanted = Block(run.model, run.training.objective, first=index == 0).state_dict()
+        wanted = block_of(run, index).state_dict()
     for name, like in wanted.items():
         if name not in state:
             raise ModelError(f"block {index} lacks the tensor {name}", _HINT)

@@ -10,6 +10,7 @@ from __future__ import annotations
 
 import asyncio
 import dataclasses
+import logging
 import random
 import time
 from collections.abc import Awaitable, Callable, Mapping
@@ -20,14 +21,18 @@ from typing import Generic, TypeVar
 
 from node.addresses import from_option, through_relay, to_announce, with_peer
 from node.daemon import Daemon, DaemonError, DaemonSettings
+from node.dial_back import DialBacks, caller_address
 from node.discovery import Discovery, PeerBook, parse_seeds
 from node.gate import Backoff, DaemonGone, Gate, Said, with_backoff
 from node.p2pd_stream import P2pdStream
+from node.pace import PacedStream, Rate
+from node.phases import mark
+from node.reachability import Reachability
 from node.service import Reply, Service, Status, serve_basics
 from node.transport import Caller, Transport
 from protocol import messages
 from protocol.errors import BlockswarmError, WireError
-from protocol.frames import Channel, Deadline, Sink
+from protocol.frames import Channel, Deadline, Sink, Stream
 from protocol.identity import Identity, load_or_create, peer_from_text, peer_text
 from protocol.ledger import Ledger
 from protocol.limits import CONTROL_DEADLINE_S, RECORDS_PER_REPLY, STALL_S
@@ -39,6 +44,7 @@ R = TypeVar("R", bound=Message)
 
 CHECK_EVERY_S = 20.0  # whether somebody is still there
 BOOK_EVERY_S = 60.0
+_log = logging.getLogger(__name__)
 
 
 class NobodyThere(BlockswarmError):
@@ -57,6 +63,9 @@ class NetworkSettings:
     state_folder: Path | None = None  # for the cached peers and the ledger
     check_every_s: float = CHECK_EVERY_S
     backoff: Backoff = field(default_factory=Backoff)
+    up_bytes_per_s: float | None = None  # None: no limit
+    down_bytes_per_s: float | None = None
+    ask_reachable: bool = False  # let peers dial back, and say whether they could
 
 
 @dataclass(frozen=True)
@@ -90,12 +99,22 @@ class Network:
         self.identity: Identity = load_or_create(settings.daemon.identity_path)
         self.discovery = Discovery(self.identity, settings.run_id, book, self.ledger)
         self.restarts = 0
+        self.on_save: list[Callable[[], None]] = []  # what else is kept whenever the ledger is
+        self._up, self._down = (
+            None if rate is None else Rate(rate)
+            for rate in (settings.up_bytes_per_s, settings.down_bytes_per_s)
+        )
         self._said_of_daemon = Said(say)
         self._said_of_peers = Said(say)
+        self._say = say
         self._rng = rng or random.Random()
         self._daemon: Daemon | None = None
         self._tasks: list[asyncio.Task[None]] = []
         self._record: Record | None = None
+        self.reachability = Reachability(self, say, self._rng)
+        self.service.serve(
+            messages.DialBack, DialBacks(settings.run_id, settings.daemon.hosts).answer
+        )
         serve_basics(
             self.service,
             settings.run_id,
@@ -113,23 +132,32 @@ class Network:
     async def __aexit__(self, *_: object) -> None:
         await self.stop()
 
-    async def start(self) -> None:
-        """Start the daemon and join. Raises `DaemonError` or `NobodyThere`, all cleaned up."""
+    async def start(self, alone_ok: bool = False) -> None:
+        """Start the daemon and join. Raises `DaemonError` or `NobodyThere`, all cleaned up.
+
+        `alone_ok`: if nobody answers go on alone; joining is tried again until somebody does.
+        """
         try:
             await self._open(self.settings.daemon.port)
+            mark("p2pd")
             wanted = bool(self._seeds or len(self.discovery.book))
             if wanted and not await self.discovery.join(self._seeds.items()):
-                raise NobodyThere(
-                    "none of the peers to join through answered",
-                    "check the address and that its host is up; ask for another peer's address",
-                )
+                if not alone_ok:
+                    raise NobodyThere(
+                        "none of the peers to join through answered",
+                        "check the address and that its host is up; ask for another peer's address",
+                    )
+                self._say("no peer answers; going on alone and trying to join again")
         except BaseException:
             await self.stop()
             raise
+        mark("dht")
         self._tasks = [
             asyncio.create_task(self._keep_daemon()),
             asyncio.create_task(self._keep_company()),
         ]
+        if self.settings.ask_reachable:
+            self._tasks.append(asyncio.create_task(self.reachability.run()))
 
     async def _open(self, port: int) -> None:
         if self.settings.announce and not port:
@@ -169,29 +197,48 @@ class Network:
         if self.settings.state_folder is not None:
             self.discovery.book.save()
             self.ledger.save(self.settings.state_folder / "ledger.json")
+            for save in self.on_save:
+                save()
 
     async def _keep_daemon(self) -> None:
-        """Start p2pd again whenever it has died: same identity, same port, same records."""
+        """Start p2pd again whenever it has died: same identity, same port, same records.
+
+        Whatever goes wrong on the way is tried again: without this task a host whose p2pd dies
+        would be deaf for ever, and would not say so.
+        """
+        port, attempt = self.daemon.port, 0
         while True:
-            daemon = self._daemon
-            assert daemon is not None
-            code = await daemon.ended()
-            self._said_of_daemon.trouble(f"p2pd has ended (code {code}); starting it again")
-            self._daemon = None
-            self.discovery.detach()
-            await daemon.stop()
-            attempt = 0
-            while self._daemon is None:
-                try:
-                    await self._open(daemon.port)
-                except (BlockswarmError, OSError) as error:
-                    self._said_of_daemon.trouble(f"p2pd does not start: {error}; trying again")
-                    await asyncio.sleep(self.settings.backoff.wait_s(attempt, self._rng))
-                    attempt += 1
-            with suppress(WireError):
-                await self._rejoin()
-            self.restarts += 1
-            self._said_of_daemon.over("p2pd runs again")
+            try:
+                if self._daemon is not None:
+                    await self._until_ended(self._daemon)
+                await self._open(port)
+                await self._greet()
+            except Exception as error:  # hivemind and p2pd raise what they like
+                if not isinstance(error, BlockswarmError | OSError):
+                    _log.exception("p2pd could not be started again", exc_info=error)
+                self._said_of_daemon.trouble(f"p2pd does not start: {error}; trying again")
+                await asyncio.sleep(self.settings.backoff.wait_s(attempt, self._rng))
+                attempt += 1
+            else:
+                attempt = 0
+
+    async def _until_ended(self, daemon: Daemon) -> None:
+        """Wait for its end, then clear away what is left of it."""
+        code = await daemon.ended()
+        self._said_of_daemon.trouble(f"p2pd has ended (code {code}); starting it again")
+        self._daemon = None
+        self.discovery.detach()
+        await daemon.stop()
+
+    async def _greet(self) -> None:
+        """A new daemon knows nobody yet. Failing that, `_keep_company` will join again."""
+        try:
+            await self._rejoin()
+        except Exception as error:
+            if not isinstance(error, WireError):
+                _log.exception("joining again failed", exc_info=error)
+        self.restarts += 1
+        self._said_of_daemon.over("p2pd runs again")
 
     async def _rejoin(self) -> bool:
         met = await self.discovery.join(self._seeds.items())
@@ -209,23 +256,27 @@ class Network:
             await asyncio.sleep(wait_s)
             if time.monotonic() - saved_s > BOOK_EVERY_S:
                 saved_s = time.monotonic()
-                with suppress(BlockswarmError):
+                with suppress(BlockswarmError, OSError):  # a full disk
                     self._save()
-            with suppress(WireError):  # DaemonGone: the other task is at it
-                if await self.discovery.anyone_there():
-                    if attempt:
-                        self._said_of_peers.over("peers answer again")
-                    attempt = 0
-                    continue
-                if not self._seeds and not len(self.discovery.book):
-                    continue  # the first of its run: alone is not cut off
-                attempt += 1
-                self._said_of_peers.trouble(
-                    "no peer answers; training goes on, trying to join again"
-                )
-                if await self._rejoin():
-                    attempt = 0
-                    self._said_of_peers.over("peers answer again")
+            try:
+                attempt = await self._look_for_company(attempt)
+            except WireError:
+                pass  # DaemonGone: the other task is at it
+            except Exception as error:
+                _log.exception("looking for peers failed", exc_info=error)
+
+    async def _look_for_company(self, attempt: int) -> int:
+        """Join again if nobody answers; how many attempts in a row were in vain."""
+        if await self.discovery.anyone_there():
+            self._said_of_peers.over("peers answer again")
+            return 0
+        if not self._seeds and not len(self.discovery.book):
+            return 0  # the first of its run: alone is not cut off
+        self._said_of_peers.trouble("no peer answers; training goes on, trying to join again")
+        if not await self._rejoin():
+            return attempt + 1
+        self._said_of_peers.over("peers answer again")
+        return 0
 
     # --- who and where --------------------------------------------------------------------------
 
@@ -245,7 +296,7 @@ class Network:
 
     async def addresses(self) -> tuple[str, ...]:
         """What goes into our record."""
-        own = await self.transport.own_addresses()
+        own = [*self.reachability.confirmed, *await self.transport.own_addresses()]
         settings = self.daemon.settings
         if settings.relays and (settings.reachability == "private" or not settings.hosts):
             # p2pd itself tells of a relay only if that has a public IP.
@@ -268,7 +319,13 @@ class Network:
         self.service.serve(request, handler, bulk)
 
     async def _on_stream(self, stream: P2pdStream, caller: Caller) -> None:
-        await self.service.on_stream(stream, caller.peer_id)
+        caller_address.set(caller.address)  # for this stream: it has a task of its own
+        await self.service.on_stream(self._paced(stream), caller.peer_id)
+
+    def _paced(self, stream: P2pdStream) -> Stream:
+        if self._up is None and self._down is None:
+            return stream
+        return PacedStream(stream, self._up, self._down)
 
     async def request(
         self,
@@ -289,7 +346,7 @@ class Network:
         """
         deadline = Deadline.after(deadline_s, stall_s)
         stream = await self.transport.dial(peer_id, self._addresses_of(peer_id), deadline)
-        channel = Channel(stream, deadline)
+        channel = Channel(self._paced(stream), deadline)
         purpose, block = purpose_of(request)
         try:
             async with channel:

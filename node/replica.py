@@ -74,7 +74,7 @@ class Listener(Protocol):
 
     def moved(self, move: act.MoveTo, before: bytes) -> None: ...
 
-    def excluded(self, peer: str, until_round: int) -> None: ...
+    def excluded(self, peer: str, until_round: int, reason: str) -> None: ...
 
     def weights_lost(self, why: str) -> None: ...
 
@@ -214,7 +214,7 @@ class Replica:
     def _tell_exclusions(self, before: RoundState) -> None:
         for peer, standing in self.state.trust.peers.items():
             if standing.excluded_until > before.trust.of(peer).excluded_until:
-                self.listener.excluded(peer, standing.excluded_until)
+                self.listener.excluded(peer, standing.excluded_until, standing.reason)
 
     def _turned(self) -> None:
         """A new round: what belonged to older ones goes."""

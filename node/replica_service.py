@@ -2,12 +2,16 @@
 
 Decides only whether the question is about what it holds. Everything served is named by its digest
 or signed, so that a donor cannot be blamed for what it passes on, nor lie about it unnoticed.
+
+The logs of the blocks that a host follows are served like its own: when a block has lost all its
+hosts, their copies are what is left of it.
 """
 
 from __future__ import annotations
 
 from collections.abc import Callable
 
+from node.consensus import Consensus
 from node.replica import Replica
 from node.service import Reply, Service
 from protocol import messages
@@ -16,10 +20,16 @@ from protocol.limits import LOG_ENTRIES_PER_REPLY, VOTES_PER_REPLY
 from protocol.messages import ErrorCode
 from protocol.payloads import pack_log, pack_records, pack_updates, pack_votes, record_of
 from protocol.records import SignedRecord
+from swarm.log import ConsensusLog
 from swarm.updates import to_wire_entry
 
 OnRecord = Callable[[SignedRecord], None]
 Records = Callable[[], list[SignedRecord]]
+Held = tuple[ConsensusLog, Consensus]
+
+
+def _no_copies(block: int) -> Held | None:
+    return None
 
 
 def serve_replica(
@@ -28,9 +38,10 @@ def serve_replica(
     on_record: OnRecord,
     records: Records,
     clock: Callable[[], float],
+    copies: Callable[[int], Held | None] = _no_copies,
 ) -> None:
     """Answer for one replica. `records` are our own and those that we know of the block."""
-    answers = _Answers(replica, on_record, records, clock)
+    answers = _Answers(replica, on_record, records, clock, copies)
     service.serve(messages.Announce, answers.announce)
     service.serve(messages.UpdateRequest, answers.update, bulk=True)
     service.serve(messages.VoteRequest, answers.votes)
@@ -42,9 +53,15 @@ def serve_replica(
 
 class _Answers:
     def __init__(
-        self, replica: Replica, on_record: OnRecord, records: Records, clock: Callable[[], float]
+        self,
+        replica: Replica,
+        on_record: OnRecord,
+        records: Records,
+        clock: Callable[[], float],
+        copies: Callable[[int], Held | None],
     ) -> None:
         self.replica, self.on_record, self.records, self.clock = replica, on_record, records, clock
+        self.copies = copies
 
     def _check(self, run: bytes, block: int) -> None:
         settings = self.replica.settings
@@ -52,6 +69,15 @@ class _Answers:
             raise Refused(ErrorCode.WRONG_RUN, "this peer is part of another run")
         if block != settings.block:
             raise Refused(ErrorCode.NOT_FOUND, f"this peer works on block {settings.block}")
+
+    def _held(self, run: bytes, block: int) -> Held:
+        """The log and the consensus of our block, or of one that we follow."""
+        if run == self.replica.settings.run_id and block != self.replica.settings.block:
+            followed = self.copies(block)
+            if followed is not None:
+                return followed
+        self._check(run, block)
+        return self.replica.state.log, self.replica.consensus
 
     async def announce(self, request: messages.Announce, _: bytes) -> Reply:
         self._check(request.run, request.block)
@@ -74,8 +100,7 @@ class _Answers:
         return Reply(messages.VoteReply(count=len(found)), pack_votes(found))
 
     async def log(self, request: messages.LogRequest, _: bytes) -> Reply:
-        self._check(request.run, request.block)
-        log, consensus = self.replica.state.log, self.replica.consensus
+        log, consensus = self._held(request.run, request.block)
         entries = log.since(request.since)[-LOG_ENTRIES_PER_REPLY:]
         pins = [s.pin for entry in log.pinned() if (s := consensus.snapshots.get(entry.digest))]
         packed = [(p.round + 1).to_bytes(8, "big") + p.entry + p.name for p in pins]
@@ -89,16 +114,16 @@ class _Answers:
         return Reply(message, pack_log([to_wire_entry(entry) for entry in entries]))
 
     async def aggregate(self, request: messages.AggregateRequest, _: bytes) -> Reply:
-        self._check(request.run, request.block)
-        updates = self.replica.consensus.updates.get(request.digest)
+        consensus = self._held(request.run, request.block)[1]
+        updates = consensus.updates.get(request.digest)
         if updates is None:
             raise _not_here("aggregate")
         reply = messages.AggregateReply(block=request.block, round=request.round)
         return Reply(reply, pack_updates(updates))
 
     async def index(self, request: messages.IndexRequest, _: bytes) -> Reply:
-        self._check(request.run, request.block)
-        snapshot = self.replica.consensus.snapshot_named(request.digest)
+        consensus = self._held(request.run, request.block)[1]
+        snapshot = consensus.snapshot_named(request.digest)
         if snapshot is None:
             raise _not_here("snapshot")
         size = sum(map(len, snapshot.shards))
@@ -106,8 +131,8 @@ class _Answers:
         return Reply(reply, snapshot.index)
 
     async def shard(self, request: messages.ShardRequest, _: bytes) -> Reply:
-        self._check(request.run, request.block)
-        snapshot = self.replica.consensus.snapshot_named(request.digest)
+        consensus = self._held(request.run, request.block)[1]
+        snapshot = consensus.snapshot_named(request.digest)
         if snapshot is None or request.shard >= len(snapshot.shards):
             raise _not_here("shard")
         return Reply(messages.ShardReply(shard=request.shard), snapshot.shards[request.shard])

@@ -8,6 +8,7 @@ signed, but its signer can be wrong, and a host that died is in it until its rec
 from __future__ import annotations
 
 import asyncio
+import statistics
 from collections import Counter
 from collections.abc import Awaitable, Callable, Sequence
 from dataclasses import asdict, dataclass, replace
@@ -16,7 +17,7 @@ from typing import Any
 from node.fetch import FetchError, LogFetcher, Peers
 from protocol.errors import WireError
 from protocol.identity import peer_text
-from protocol.messages import Purpose
+from protocol.messages import Hello, HelloReply, Purpose
 from protocol.records import Role, SignedRecord
 from swarm.clock import round_at
 from swarm.runfile import RunFile
@@ -24,6 +25,7 @@ from swarm.updates import UpdateCodec
 
 SLACK_ROUNDS = 1  # a record of the round before is normal: the exchange has just opened
 ASKED_PER_BLOCK = 3
+ASK_S = 5.0
 
 Records = Callable[[int], Awaitable[Sequence[SignedRecord]]]
 
@@ -41,6 +43,7 @@ class ReplicaStatus:
     behind_rounds: int
     update_bytes: int
     expires_in_s: float
+    ce_nats: float | None = None  # of the consensus, by its own measurement; None: not asked
 
     @property
     def live(self) -> bool:
@@ -54,6 +57,7 @@ class LastRound:
     round: int
     included: tuple[str, ...]
     left_out: tuple[str, ...]
+    absent: tuple[str, ...] = ()  # live replicas whose update is not in it: late, new or silent
 
 
 @dataclass(frozen=True)
@@ -69,6 +73,12 @@ class BlockStatus:
     last: LastRound | None = None
 
     @property
+    def ce_nats(self) -> float | None:
+        """The median of what its replicas measured: each on its own bytes, and one may lie."""
+        known = [r.ce_nats for r in self.replicas if r.ce_nats is not None]
+        return statistics.median(known) if known else None
+
+    @property
     def live(self) -> int:
         return sum(replica.live for replica in self.replicas)
 
@@ -80,7 +90,7 @@ class BlockStatus:
         elif self.live < self.needed:
             found.append(
                 f"block {self.block} has {self.live} live replica{'s' * (self.live != 1)}, "
-                f"the run wants {self.needed}"
+                f"wanted are {self.needed}"
             )
         apart = sum(r.live and not r.agrees and self._same_round(r) for r in self.replicas)
         if apart:
@@ -117,7 +127,7 @@ class RunStatus:
                 for one, r in zip(row["replicas"], block.replicas, strict=True)
             ]
             behind = [r.peer for r in block.replicas if not r.live]
-            blocks.append({**row, "live": block.live, "behind": behind})
+            blocks.append({**row, "live": block.live, "behind": behind, "ce_nats": block.ce_nats})
         peers = {replica.peer for block in self.blocks for replica in block.replicas}
         return {
             "run": self.run,
@@ -159,9 +169,17 @@ def block_status(
 
 
 async def look(
-    run_file: RunFile, run_id: bytes, records: Records, peers: Peers, now_s: float
+    run_file: RunFile,
+    run_id: bytes,
+    records: Records,
+    peers: Peers,
+    now_s: float,
+    needed: int | None = None,
 ) -> RunStatus:
-    """Look every block up, and ask a replica of each how its last round went."""
+    """Look every block up; ask replicas of each how its last round went, and for its CE.
+
+    `needed`: live replicas below which a block is warned of; None: what the run says.
+    """
     rounds, exchange = run_file.rounds, run_file.exchange
     current = max(0, round_at(now_s, rounds.start_s, rounds.period_s))
 
@@ -170,10 +188,14 @@ async def look(
             found = await records(block)
         except (WireError, TimeoutError):
             found = ()
-        status = block_status(block, found, current, exchange.min_replicas, now_s)
+        wanted = exchange.min_replicas if needed is None else needed
+        status = block_status(block, found, current, wanted, now_s)
         codec = UpdateCodec(exchange.codec, run_file.parameters(block))
         fetcher = LogFetcher(peers, run_id, block, codec, Purpose.CONTROL)
-        return replace(status, last=await _last_round(fetcher, status))
+        last, replicas = await asyncio.gather(
+            _last_round(fetcher, status), _with_ce(peers, run_id, status)
+        )
+        return replace(status, last=last, replicas=replicas)
 
     blocks = await asyncio.gather(*(one(b) for b in range(run_file.run.model.blocks)))
     return RunStatus(run_id.hex(), run_file.name, current, rounds.count, tuple(blocks))
@@ -187,8 +209,25 @@ async def _last_round(fetcher: LogFetcher, status: BlockStatus) -> LastRound | N
     except FetchError:
         return None
     entry = log.entries[-1]
+    senders = {c.sender for c in entry.contributions}
     return LastRound(
         entry.round,
         tuple(c.sender for c in entry.contributions if c.scale > 0),
         tuple(c.sender for c in entry.contributions if c.scale == 0),
+        tuple(r.peer for r in status.replicas if r.live and r.peer not in senders),
     )
+
+
+async def _with_ce(peers: Peers, run_id: bytes, status: BlockStatus) -> tuple[ReplicaStatus, ...]:
+    """The replicas, some live ones of them with the CE that they say."""
+    asked = [r.peer for r in status.replicas if r.live][:ASKED_PER_BLOCK]
+
+    async def ask(peer: str) -> float | None:
+        try:
+            reply, _ = await peers.ask(peer, Hello(run=run_id), HelloReply, ASK_S)
+        except WireError:
+            return None
+        return reply.ce_nats or None
+
+    said = dict(zip(asked, await asyncio.gather(*map(ask, asked)), strict=True))
+    return tuple(replace(r, ce_nats=said.get(r.peer)) for r in status.replicas)

@@ -11,8 +11,9 @@ import os
 import signal
 import sys
 import time
-from collections.abc import Iterator
+from collections.abc import Callable, Iterator
 from contextlib import contextmanager
+from threading import RLock
 from types import FrameType
 from typing import TYPE_CHECKING, Any
 
@@ -23,24 +24,29 @@ if TYPE_CHECKING:
     from rich.progress import Progress as Bar
 
 PLAIN_LINE_EVERY_S = 5.0
+CLEAR_REST = "\x1b[K"  # of the line
 
 
 def show_error(error: BlockswarmError, default_hint: str = "") -> None:
     """One line for what happened, one for what to do."""
-    print(f"error: {_one_line(error.message)}", file=sys.stderr)
+    say(f"error: {one_line(error.message)}")
     hint = error.hint or default_hint
     if hint:
-        print(f"  try: {_one_line(hint)}", file=sys.stderr)
+        say(f"  try: {one_line(hint)}")
 
 
 def say(line: str) -> None:
-    """A remark beside the result."""
-    print(line, file=sys.stderr, flush=True)
+    """A remark beside the result; above the live line if there is one."""
+    if _live is not None:
+        _live.above(line)
+    else:
+        print(line, file=sys.stderr, flush=True)
 
 
-def _one_line(text: str) -> str:
+def one_line(text: str, collapse: bool = True) -> str:
     """Names of files are in messages, and a name can hold anything."""
-    return "".join(c if c.isprintable() else "�" for c in " ".join(text.split()))
+    text = " ".join(text.split()) if collapse else text
+    return "".join(c if c.isprintable() else "�" for c in text)
 
 
 def format_rate(bytes_per_s: float) -> str:
@@ -60,6 +66,51 @@ def format_left(seconds: float) -> str:
 
 def on_terminal() -> bool:
     return sys.stderr.isatty() and os.environ.get("TERM") != "dumb"
+
+
+class LiveLine:
+    """The last line of a terminal, written anew again and again; remarks appear above it.
+
+    One at a time. It never wraps: a line that has wrapped cannot be taken back. `draw` is given
+    the width that there is. Lines that are longer than the terminal may stand above it, whole.
+    """
+
+    def __init__(self, draw: Callable[[int], str]) -> None:
+        self.draw = draw
+        self._stream = sys.stderr
+        self._lock = RLock()  # a signal or a thread may say something in the middle of it
+
+    def refresh(self) -> None:
+        with self._lock:
+            self._stream.write(f"\r{self._line()}{CLEAR_REST}")
+            self._stream.flush()
+
+    def above(self, line: str) -> None:
+        with self._lock:
+            self._stream.write(f"\r{CLEAR_REST}{line}\n{self._line()}{CLEAR_REST}")
+            self._stream.flush()
+
+    def _line(self) -> str:
+        try:
+            columns = os.get_terminal_size(self._stream.fileno()).columns
+        except (OSError, ValueError):
+            columns = 80
+        return self.draw(max(10, columns - 1))
+
+    def __enter__(self) -> LiveLine:
+        global _live
+        _live = self
+        self.refresh()
+        return self
+
+    def __exit__(self, *_: object) -> None:
+        global _live
+        _live = None
+        self._stream.write(f"\r{CLEAR_REST}")
+        self._stream.flush()
+
+
+_live: LiveLine | None = None
 
 
 class TrainingDisplay:

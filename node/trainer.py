@@ -7,22 +7,25 @@ as dead and is ended. Runs on the node's event loop.
 from __future__ import annotations
 
 import asyncio
-import multiprocessing
+import os
 from collections.abc import Callable
+from contextlib import suppress
+from dataclasses import asdict
 from multiprocessing.connection import Connection
 from multiprocessing.process import BaseProcess
 from pathlib import Path
 from typing import Any
+from weakref import finalize
 
 import msgpack
 
+from node import spare_process
 from node.trainer_process import (
     SharedWeights,
     TrainerSettings,
-    as_array,
     followed_blocks,
+    shared_bytes,
     shared_weights,
-    trainer_main,
 )
 from protocol.errors import BlockswarmError
 from swarm.flat import Floats, flat_size
@@ -52,7 +55,15 @@ class Trainer:
         run = Run.from_dict(settings.run)
         sizes = {j: flat_size(initial_block(run, j)) for j in followed_blocks(run, settings.block)}
         own = flat_size(initial_block(run, settings.block))
-        self.shared: SharedWeights = shared_weights(own, sizes)
+        self._order_to_begin = {
+            "settings": asdict(settings),
+            "own_size": own,
+            "copy_sizes": sizes,
+        }
+        # The descriptor lives as long as we do: a process that died is started again with it.
+        self._memory_fd, memory = spare_process.anonymous_memory(shared_bytes(own, sizes))
+        finalize(self, os.close, self._memory_fd)
+        self.shared: SharedWeights = shared_weights(memory, own, sizes)
         self._process: BaseProcess | None = None
         self._connection: Connection | None = None
         self._waiting: dict[int, asyncio.Future[dict[str, Any]]] = {}
@@ -66,16 +77,12 @@ class Trainer:
 
     async def start(self) -> None:
         loop = asyncio.get_running_loop()
-        context = multiprocessing.get_context("spawn")
-        ours, theirs = context.Pipe()
-        self._process = context.Process(
-            target=trainer_main, args=(theirs, self.settings, self.shared), daemon=True
-        )
-        self._process.start()
-        theirs.close()
+        self._process, ours = started = spare_process.take()
         self._connection = ours
         self._ready = loop.create_future()
         loop.add_reader(ours.fileno(), self._on_readable)
+        with suppress(OSError):  # it died: `_on_readable` hears of it
+            spare_process.give_order(started, self._order_to_begin, self._memory_fd)
         try:
             async with asyncio.timeout(START_DEADLINE_S):
                 answer = await self._ready
@@ -112,7 +119,7 @@ class Trainer:
     async def renew_copies(self, copies: dict[int, Floats]) -> None:
         """Give it newer versions of the blocks that it reads."""
         for block, flat in copies.items():
-            as_array(self.shared.copies[block])[:] = flat
+            self.shared.copies[block][:] = flat
         if copies:
             await self._order({"op": "copies", "blocks": sorted(copies)})
 
@@ -120,24 +127,24 @@ class Trainer:
         """The running weights, between two steps."""
         async with self._shared_lock:
             await self._order({"op": "snapshot"})
-            return as_array(self.shared.out).copy()
+            return self.shared.out.copy()
 
     async def correct(self, change: Floats) -> None:
         """Add a vector to the running weights."""
         async with self._shared_lock:
-            as_array(self.shared.scratch)[:] = change
+            self.shared.scratch[:] = change
             await self._order({"op": "correct"})
 
     async def replace(self, flat: Floats) -> None:
         """Set the running weights."""
         async with self._shared_lock:
-            as_array(self.shared.scratch)[:] = flat
+            self.shared.scratch[:] = flat
             await self._order({"op": "replace"})
 
     async def evaluate(self, flat: Floats) -> float:
         """Honest CE of the block with these weights on the host's held-out bytes."""
         async with self._shared_lock:
-            as_array(self.shared.scratch)[:] = flat
+            self.shared.scratch[:] = flat
             answer = await self._order({"op": "evaluate"})
         return float(answer["ce_nats"])
 

@@ -14,7 +14,6 @@ import signal
 import time
 from dataclasses import dataclass
 from multiprocessing.connection import Connection
-from multiprocessing.sharedctypes import RawArray
 from pathlib import Path
 from typing import Any
 
@@ -25,11 +24,11 @@ from safetensors import safe_open
 from safetensors.torch import load_file, save_file
 
 from node.atomic import write_atomically
-from node.data import load_corpus
+from node.data import Corpus, load_corpus
 from node.device import autocast_dtype, choose_device
 from node.local_training import held_out_batches
 from node.windows import WindowStream, stream_seed
-from protocol.errors import BlockswarmError
+from protocol.errors import BlockswarmError, DataError
 from swarm.composition import ComposedModel
 from swarm.evaluate import honest_ce
 from swarm.flat import Floats, add_flat, flat_weights, load_flat
@@ -53,28 +52,30 @@ class TrainerSettings:
     stream: str  # names this host's stream of windows, so that no two hosts train on the same
     device: str = "auto"
     threads: int | None = None
+    data_sha256: str = ""  # what the corpus must be; "": any
 
 
 @dataclass(frozen=True)
 class SharedWeights:
     """Vectors that both processes see. `copies` are the other blocks that this one reads."""
 
-    out: Any  # the running weights, as of the last snapshot
-    scratch: Any  # a correction to add, or weights to evaluate
-    copies: dict[int, Any]
+    out: Floats  # the running weights, as of the last snapshot
+    scratch: Floats  # a correction to add, or weights to evaluate
+    copies: dict[int, Floats]
 
 
-def shared_weights(own_size: int, copy_sizes: dict[int, int]) -> SharedWeights:
-    """Anonymous shared memory: it is gone with the processes, however they end."""
-    return SharedWeights(
-        RawArray("f", own_size),
-        RawArray("f", own_size),
-        {block: RawArray("f", size) for block, size in copy_sizes.items()},
-    )
+def shared_bytes(own_size: int, copy_sizes: dict[int, int]) -> int:
+    return 4 * (2 * own_size + sum(copy_sizes.values()))
 
 
-def as_array(shared: Any) -> Floats:
-    return np.frombuffer(shared, dtype=np.float32)
+def shared_weights(memory: Any, own_size: int, copy_sizes: dict[int, int]) -> SharedWeights:
+    """The same vectors at the same places of one memory, on both sides."""
+    flat, at = np.frombuffer(memory, dtype=np.float32), 0
+    parts = []
+    for size in (own_size, own_size, *copy_sizes.values()):
+        parts.append(flat[at : at + size])
+        at += size
+    return SharedWeights(parts[0], parts[1], dict(zip(copy_sizes, parts[2:], strict=True)))
 
 
 def followed_blocks(run: Run, block: int) -> list[int]:
@@ -85,10 +86,17 @@ def followed_blocks(run: Run, block: int) -> list[int]:
     return [*range(block), *([block + 1] if ahead else [])]
 
 
-def trainer_main(connection: Connection, settings: TrainerSettings, shared: SharedWeights) -> None:
+def warm_up() -> None:
+    """Import now what the first optimizer would import: half of what starting a trainer takes."""
+    import torch._dynamo  # noqa: F401
+
+
+def trainer_main(connection: Connection, order: dict[str, Any], memory: Any) -> None:
     """The process. It ends when it is told to, or when the other end of the pipe is gone."""
     signal.signal(signal.SIGINT, signal.SIG_IGN)  # Ctrl-C reaches us too; the node decides
     os.nice(5)  # the network's loop comes first
+    settings = TrainerSettings(**order["settings"])
+    shared = shared_weights(memory, order["own_size"], order["copy_sizes"])
     try:
         trainer = _Trainer(connection, settings, shared)
     except BlockswarmError as error:
@@ -112,6 +120,7 @@ class _Trainer:
         followed = followed_blocks(run, settings.block)
         self.copies = {j: frozen_copy(initial_block(run, j).to(device)) for j in followed}
         corpus = load_corpus(settings.data_spec)
+        _check_corpus(corpus, settings)
         corpus.require_window(run.model.context)
         self.stream = WindowStream(
             corpus.train,
@@ -121,6 +130,7 @@ class _Trainer:
         )
         self.held_out = held_out_batches(corpus, "valid", run.model.context, HELD_OUT_BYTES)
         self.position = 0  # of our own stream of windows
+        self.steps = 0  # of this process; a resumed one did the others before
         self.budget = 0  # steps left in this round
         self.paused = False
         self.loss_nats: float | None = None
@@ -147,6 +157,7 @@ class _Trainer:
         loss = self.worker.step(windows[:, :-1], windows[:, 1:], upstream, ahead).own_nats
         self.loss_nats = loss if self.loss_nats is None else 0.9 * self.loss_nats + 0.1 * loss
         self.position += 1
+        self.steps += 1
         self.budget -= 1
         now = time.monotonic()
         if now - self.reported_s >= PROGRESS_EVERY_S or self.budget == 0:
@@ -154,7 +165,7 @@ class _Trainer:
             _send(self.connection, {"op": "progress", **self._progress()})
 
     def _progress(self) -> dict[str, Any]:
-        return {"steps": self.position, "loss_nats": self.loss_nats, "budget": self.budget}
+        return {"steps": self.steps, "loss_nats": self.loss_nats, "budget": self.budget}
 
     def _obey(self, order: dict[str, Any]) -> dict[str, Any]:
         match order["op"]:
@@ -164,19 +175,19 @@ class _Trainer:
                 return {}
             case "copies":  # {blocks}: these were renewed in shared memory
                 for block in order["blocks"]:
-                    load_flat(self.copies[block], as_array(self.shared.copies[block]).copy())
+                    load_flat(self.copies[block], self.shared.copies[block].copy())
                 return {}
             case "snapshot":
-                flat_weights(self.worker.block, as_array(self.shared.out))
+                flat_weights(self.worker.block, self.shared.out)
                 return self._progress()
             case "correct":
-                add_flat(self.worker.block, as_array(self.shared.scratch))
+                add_flat(self.worker.block, self.shared.scratch)
                 return {}
             case "replace":
-                load_flat(self.worker.block, as_array(self.shared.scratch).copy())
+                load_flat(self.worker.block, self.shared.scratch.copy())
                 return {}
             case "evaluate":
-                return {"ce_nats": self._evaluate(as_array(self.shared.scratch).copy())}
+                return {"ce_nats": self._evaluate(self.shared.scratch.copy())}
             case "pause":
                 self.paused = bool(order["paused"])
                 return {}
@@ -222,6 +233,17 @@ class _Trainer:
         except Exception as error:  # whatever is wrong with the file, the node hears of it
             return {"error": f"{path.name}: {str(error).splitlines()[0]}"}
         return {}
+
+
+def _check_corpus(corpus: Corpus, settings: TrainerSettings) -> None:
+    """Refuse another text than the run names: its CE would mean something else."""
+    wanted = settings.data_sha256
+    if wanted and corpus.sha256 != wanted:
+        raise DataError(
+            f"{settings.data_spec} is not the text of this run: its sha256 is {corpus.sha256}, "
+            f"the run names {wanted} (data.sha256)",
+            "the same command with the text of the run: --data PATH",
+        )
 
 
 def _send(connection: Connection, message: dict[str, Any]) -> None:

@@ -45,6 +45,7 @@ QUANTUM_BITS = 24
 VALUE_LIMIT = 2**31  # |value| of an update, in quanta: what int32 holds
 CLIP_X16 = 20  # the clip stands at 1.25 times the reference norm; honest norms differ by 1.1
 REFUSE_X16 = 64  # at 4 times the reference it is no accident: left out
+SEND_X16 = 48  # an honest sender stays below 3 times the recent norms: never refused for length
 # Cosines to the recent trend and to the other updates, in 1/1024. Left out is an update
 OPPOSED_X1024 = -51  # below -0.05 in this round
 OPPOSED_GAP_X1024 = 82  # and 0.08 below the median one,
@@ -53,6 +54,7 @@ OPPOSED_MEAN_GAP_X1024 = 31  # and 0.03 below the median sender's,
 CLEAR_X1024 = 41  # or below a quarter of the median sender's while that one is above 0.04.
 MIN_PAST = 3  # an average speaks only with so many rounds behind it
 SCALE_ONE = 1 << 16
+SEGMENT = 1 << 15  # coordinates per pass: what fits into a core's L2 cache with its temporaries
 
 
 class UpdateError(WireError):
@@ -116,18 +118,27 @@ def from_codec(size: int, indices: Ints | None, values: Ints, bits: int) -> Fixe
 
 
 def exact_dot(a: Ints, b: Ints) -> int:
-    """Inner product as a Python int, exact for |a|, |b| < 2**35 and fewer than 2**25 terms each.
+    """Inner product as a Python int, exact for |a|, |b| < 2**35.
 
-    Halves of 18 bits: |high| <= 2**17 and low < 2**18, so a product is below 2**36 and a sum of
-    2**25 of them below 2**61. Longer vectors are cut into pieces.
+    In segments that stay in the cache. Mostly the values are small enough that a segment's sum of
+    products fits into an int64; else both are cut into halves of 18 bits: |high| <= 2**17 and
+    low < 2**18, so a product is below 2**36 and the sum of a segment below 2**52.
     """
     total = 0
-    for start in range(0, len(a), 1 << 25):
-        x, y = a[start : start + (1 << 25)], b[start : start + (1 << 25)]
+    for start in range(0, len(a), SEGMENT):
+        x, y = a[start : start + SEGMENT], b[start : start + SEGMENT]
+        largest = _magnitude(x)
+        if largest * (largest if a is b else _magnitude(y)) * len(x) < 1 << 63:
+            total += int(np.dot(x, y))
+            continue
         x1, x0, y1, y0 = x >> 18, x & 0x3FFFF, y >> 18, y & 0x3FFFF
         middle = int(np.dot(x1, y0)) + int(np.dot(x0, y1))
         total += (int(np.dot(x1, y1)) << 36) + (middle << 18) + int(np.dot(x0, y0))
     return total
+
+
+def _magnitude(values: Ints) -> int:
+    return max(int(values.max()), -int(values.min()))
 
 
 def norm(update: FixedUpdate) -> int:
@@ -148,10 +159,16 @@ def clip_scale(update_norm: int, limit: int) -> int:
 def norm_limit(recent_norms: Sequence[int]) -> int | None:
     """What a sender shrinks its own update to: beyond it the others clip, far beyond they refuse.
 
-    None while the log has no past. What does not fit is unsent and follows in the next rounds.
+    `recent_norms`, oldest first, are those of the log; None while it has no past. What does not fit
+    is unsent and follows in the next rounds. The last round counts as well as the median: in a
+    run's first rounds all norms grow, with the warm-up and with what top-k left over, and senders
+    that all kept to 1.25 times the median held their consensus back for a hundred rounds.
     """
     reference = lower_median(recent_norms) if recent_norms else 0
-    return reference * CLIP_X16 // 16 if reference else None
+    if not reference:
+        return None
+    latest = max(reference, recent_norms[-1])
+    return min(latest * CLIP_X16, reference * SEND_X16) // 16
 
 
 def scaled(update: FixedUpdate, scale: int) -> FixedUpdate:
@@ -159,21 +176,32 @@ def scaled(update: FixedUpdate, scale: int) -> FixedUpdate:
     if scale == SCALE_ONE:
         return update
     magnitude = (np.abs(update.values) * scale) >> 16
-    return FixedUpdate(update.size, update.indices, np.sign(update.values) * magnitude)
+    np.negative(magnitude, out=magnitude, where=update.values < 0)
+    return FixedUpdate(update.size, update.indices, magnitude)
 
 
 def rounded_mean(total: Ints, count: int) -> Ints:
     """total / count, halves away from zero: symmetric, so that no drift builds up over rounds."""
-    result: Ints = np.sign(total) * ((2 * np.abs(total) + count) // (2 * count))
+    result = np.empty_like(total)
+    for start in range(0, len(total), SEGMENT):
+        part, out = total[start : start + SEGMENT], result[start : start + SEGMENT]
+        np.abs(part, out=out)
+        out *= 2
+        out += count
+        out //= 2 * count
+        np.negative(out, out=out, where=part < 0)
     return result
 
 
 def add_into(total: Ints, update: FixedUpdate, times: int = 1) -> None:
     """total += times * update, in place."""
-    if update.indices is None:
-        total += times * update.values
+    at = slice(None) if update.indices is None else update.indices
+    if times == 1:
+        total[at] += update.values
+    elif times == -1:
+        total[at] -= update.values
     else:
-        total[update.indices] += times * update.values
+        total[at] += times * update.values
 
 
 def compact(dense: Ints) -> FixedUpdate:
@@ -207,15 +235,45 @@ class Aggregate:
         return sum(scale > 0 for scale in self.scales)
 
 
-def _scores(clipped: Sequence[FixedUpdate], out: set[int], direction: Ints) -> list[int]:
-    """Cosine of each update to `direction` without the update itself, in 1/1024, rounded down."""
-    total_squared = exact_dot(direction, direction)
+def _products(updates: Sequence[FixedUpdate], vector: Ints) -> list[int]:
+    """The inner product of each update with a vector: of a sparse one only where it has values."""
+    return [
+        exact_dot(u.values, vector if u.indices is None else vector[u.indices]) for u in updates
+    ]
+
+
+@dataclass(frozen=True)
+class _Direction:
+    """Products with the trend, which stay the same whoever is left out."""
+
+    products: Sequence[int]
+    squared: int
+
+
+def _along(clipped: Sequence[FixedUpdate], trend: FixedUpdate | None) -> _Direction:
+    if trend is None:
+        return _Direction([0] * len(clipped), 0)
+    return _Direction(_products(clipped, trend.dense()), exact_dot(trend.values, trend.values))
+
+
+def _scores(
+    clipped: Sequence[FixedUpdate],
+    squares: Sequence[int],
+    out: set[int],
+    total: Ints,
+    along: _Direction,
+) -> list[int]:
+    """Cosine of each update to trend + total without the update itself, in 1/1024, rounded down.
+
+    `total` is the sum of those not in `out`, so its square is the sum of its products with them:
+    no pass over all coordinates is needed where updates are sparse.
+    """
+    products = _products(clipped, total)
+    kept = [i for i in range(len(clipped)) if i not in out]
+    total_squared = along.squared + sum(products[i] + 2 * along.products[i] for i in kept)
     scores = []
-    for i, update in enumerate(clipped):
-        at = direction if update.indices is None else direction[update.indices]
-        own_squared = exact_dot(update.values, update.values)
-        product = exact_dot(update.values, at)
-        rest_squared = total_squared
+    for i, own_squared in enumerate(squares):
+        product, rest_squared = products[i] + along.products[i], total_squared
         if i not in out:
             rest_squared += own_squared - 2 * product
             product -= own_squared
@@ -260,32 +318,35 @@ def _suspect(
 
 def _judge(
     clipped: Sequence[FixedUpdate],
+    squares: Sequence[int],
     refused: set[int],
     trend: FixedUpdate | None,
     past: Sequence[Sequence[int]],
-) -> tuple[set[int], list[int]]:
-    """Who is left out, and everybody's score. Worst first, and scored again after each.
+) -> tuple[set[int], list[int], Ints]:
+    """Who is left out, everybody's score, and the sum of those that are kept.
 
-    One at a time, because a strong liar makes honest updates look opposed as long as it is part
-    of the sum. At most a minority goes, so that liars cannot argue the majority away.
+    Worst first, and scored again after each: a strong liar makes honest updates look opposed as
+    long as it is part of the sum. At most a minority goes, so that liars cannot argue the majority
+    away.
     """
     out, most = set(refused), (len(clipped) - 1) // 2
-    direction = trend.dense().copy() if trend else np.zeros(clipped[0].size, dtype=np.int64)
+    total = np.zeros(clipped[0].size, dtype=np.int64)
     for i, update in enumerate(clipped):
         if i not in out:
-            add_into(direction, update)
+            add_into(total, update)
+    along = _along(clipped, trend)
     while True:
-        scores = _scores(clipped, out, direction)
+        scores = _scores(clipped, squares, out, total, along)
         kept = [i for i in range(len(clipped)) if i not in out]
         if len(out) >= most or len(clipped) < 3:
-            return out, scores
+            return out, scores, total
         means = {i: (sum(past[i]) + scores[i]) // (len(past[i]) + 1) for i in kept}
         suspects = [i for i in kept if _suspect(i, kept, scores, means, len(past[i]))]
         if not suspects:
-            return out, scores
+            return out, scores, total
         worst = min(suspects, key=lambda i: (means[i], i))
         out.add(worst)
-        add_into(direction, clipped[worst], -1)
+        add_into(total, clipped[worst], -1)
 
 
 def _median(clipped: Sequence[FixedUpdate]) -> Ints:
@@ -312,7 +373,8 @@ def aggregate(
     if not updates:
         raise ValueError("nothing to aggregate")
     past = list(past_scores) or [()] * len(updates)
-    norms = [norm(update) for update in updates]
+    squares = [exact_dot(update.values, update.values) for update in updates]
+    norms = [isqrt(square) for square in squares]
     median_norm = lower_median(norms)
     reference = max(median_norm, lower_median(recent_norms) if recent_norms else 0)
     scales = [SCALE_ONE] * len(updates)
@@ -324,14 +386,30 @@ def aggregate(
     scores: list[int] = []
     if rule is Rule.AGREE:
         oversized = {i for i, length in enumerate(norms) if 16 * length > REFUSE_X16 * reference}
-        out, scores = _judge(clipped, oversized, trend, past)
+        squares = [
+            square if scale == SCALE_ONE else exact_dot(update.values, update.values)
+            for square, scale, update in zip(squares, scales, clipped, strict=True)
+        ]
+        out, scores, total = _judge(clipped, squares, oversized, trend, past)
         scales = [0 if i in out else scale for i, scale in enumerate(scales)]
-    kept = [update for update, scale in zip(clipped, scales, strict=True) if scale]
-    total = np.zeros(updates[0].size, dtype=np.int64)
-    for update in kept:
-        add_into(total, update)
-    delta = compact(rounded_mean(total, max(len(kept), 1)))
+        # A scale of 0 is an update clipped to nothing: it is not counted either.
+    else:
+        total = np.zeros(updates[0].size, dtype=np.int64)
+        for update, scale in zip(clipped, scales, strict=True):
+            if scale:
+                add_into(total, update)
+    delta = mean_step(total, max(sum(scale > 0 for scale in scales), 1))
     return Aggregate(delta, tuple(scales), median_norm, tuple(scores))
+
+
+def mean_step(total: Ints, count: int) -> FixedUpdate:
+    """The rounded mean of a sum of updates, in its shorter form."""
+    indices = np.flatnonzero(total)
+    if 2 * len(indices) >= len(total):
+        return compact(rounded_mean(total, count))
+    values = rounded_mean(total[indices], count)
+    kept = np.flatnonzero(values)  # a mean may be rounded to nothing
+    return FixedUpdate(len(total), indices[kept].astype(np.int64, copy=False), values[kept])
 
 
 def combine_groups(groups: Sequence[tuple[FixedUpdate, int]]) -> FixedUpdate:
@@ -350,12 +428,22 @@ def apply_step(
     A weight that would leave int32 stays at its edge; the returned step says so, which makes every
     step of the log exactly reversible: old + step = new and new - step = old.
     """
-    wanted = consensus.astype(np.int64)
-    add_into(wanted, delta)
-    new = np.clip(wanted, -(VALUE_LIMIT - 1), VALUE_LIMIT - 1)
-    if np.array_equal(new, wanted):
-        return new.astype(np.int32), delta
-    return new.astype(np.int32), compact(new - consensus.astype(np.int64))
+    edge = VALUE_LIMIT - 1
+    if delta.indices is not None:
+        before = consensus[delta.indices].astype(np.int64)
+        after = np.clip(before + delta.values, -edge, edge)
+        new = consensus.copy()
+        new[delta.indices] = after
+        if np.array_equal(after, before + delta.values):
+            return new, delta
+        changed = FixedUpdate(delta.size, delta.indices, after - before)
+        return new, compact(changed.dense())
+    new, whole = np.empty_like(consensus), True
+    for start in range(0, len(consensus), SEGMENT):
+        part = consensus[start : start + SEGMENT] + delta.values[start : start + SEGMENT]
+        whole = whole and _magnitude(part) <= edge
+        new[start : start + SEGMENT] = np.clip(part, -edge, edge)
+    return new, delta if whole else compact(new.astype(np.int64) - consensus)
 
 
 def to_float(consensus: npt.NDArray[np.int32]) -> npt.NDArray[np.float32]:
@@ -380,9 +468,13 @@ def weights_digest(consensus: npt.NDArray[np.int32]) -> bytes:
 def step_digest(delta: FixedUpdate) -> bytes:
     """The name of a step, whatever form it is held in."""
     state = hashlib.blake2b(b"blockswarm step 1", digest_size=32)
-    dense = delta.dense()
-    indices = np.flatnonzero(dense)
+    values, indices = delta.values, delta.indices
+    kept = np.flatnonzero(values)
+    if len(kept) < len(values):
+        values, indices = values[kept], kept if indices is None else indices[kept]
+    elif indices is None:
+        indices = kept
     state.update(delta.size.to_bytes(8, "big"))
     state.update(np.ascontiguousarray(indices, dtype="<i8").data)
-    state.update(np.ascontiguousarray(dense[indices], dtype="<i8").data)
+    state.update(np.ascontiguousarray(values, dtype="<i8").data)
     return state.digest()

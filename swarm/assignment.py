@@ -14,6 +14,7 @@ from __future__ import annotations
 
 import hashlib
 import random
+from collections import Counter
 from collections.abc import Collection, Mapping, Sequence
 from dataclasses import dataclass
 
@@ -108,3 +109,26 @@ def must_stay(me: str, replicas: Collection[str], minimum: int) -> bool:
 def needy_rounds_after(before: Mapping[int, int], blocks: Sequence[BlockView]) -> dict[int, int]:
     """One more round of watching: blocks below their minimum, and for how many rounds they were."""
     return {v.block: before.get(v.block, 0) + 1 for v in blocks if v.replicas < v.minimum}
+
+
+def several(
+    blocks: Sequence[BlockView],
+    limits: HostLimits,
+    taken: Sequence[int],
+    count: int,
+    rng: random.Random,
+) -> list[int]:
+    """Blocks for `count` more workers of one host; fewer if they do not fit (`limits` of each).
+
+    `taken` are those of its other workers. Different blocks as long as there are any: replicas on
+    one host die together, so they cover a block no better than one of them. Then the neediest.
+    """
+    possible = fitting(blocks, limits)
+    own = Counter(taken)
+    chosen: list[int] = []
+    for _ in range(count if possible else 0):
+        need = {v.block: (own[v.block], v.replicas - v.minimum) for v in possible}
+        least = min(need.values())
+        chosen.append(rng.choice(sorted(block for block in need if need[block] == least)))
+        own[chosen[-1]] += 1
+    return chosen

@@ -152,6 +152,10 @@ class ComposedModel:
         return sigma * torch.randn(shape, generator=generator).to(x.device)
 
 
+# For models that will be served: a block whose part is worth less is left out of the composition.
+SPARE_NATS = 0.005
+
+
 def default_weights(run: Run) -> tuple[float, ...]:
     """Equal for independent blocks. With relay the last block has read all the others."""
     if not run.model.relays:
@@ -160,37 +164,55 @@ def default_weights(run: Run) -> tuple[float, ...]:
 
 
 def fit_composition(
-    model: ComposedModel, inputs: Tensor, targets: Tensor, steps: int = 60
+    model: ComposedModel, inputs: Tensor, targets: Tensor, spare_nats: float = 0.0
 ) -> ComposedModel:
     """Fit one weight a block and a temperature on held-out bytes, by minimising the composed CE.
 
-    The held-out bytes must be neither trained on nor reported on. log_softmax(sum_b a_b lp_b) is
-    convex in a, so that the start does not matter; a = weights / temperature. The optimizer moves
-    log a: a itself, clamped at 0, would have no gradient to come back with.
+    The held-out bytes must be neither trained on nor reported on. Blocks are left out of the
+    composition, the least first, as long as that costs less than `spare_nats`: a sweep over hosts
+    then carries no log-probabilities of theirs, which are most of its bytes.
     """
     each = [lp for lp in model.block_log_probs(inputs) if lp is not None]
-    stacked = torch.stack(each).flatten(1, 2)
-    y = targets.flatten()
-    log_a = torch.full((len(each),), -math.log(len(each)), device=stacked.device)
-    log_a.requires_grad_()
-    optimizer = torch.optim.LBFGS([log_a], max_iter=steps, line_search_fn="strong_wolfe")
-
-    def ce(a: Tensor) -> Tensor:
-        return F.cross_entropy(torch.einsum("b,bnv->nv", a, stacked), y)
-
-    def closure() -> Tensor:
-        optimizer.zero_grad()
-        loss = ce(log_a.clamp_min(-20.0).exp())
-        loss.backward()  # type: ignore[no-untyped-call]  # torch leaves it unannotated
-        return loss
-
-    optimizer.step(closure)  # type: ignore[no-untyped-call]
-    fitted = log_a.detach().clamp_min(-20.0).exp()
+    stacked, y = torch.stack(each).flatten(1, 2), targets.flatten()
     present = [w for w, b in zip(model.weights, model.blocks, strict=True) if b is not None]
     given = torch.tensor(present, device=stacked.device) / sum(present) / model.temperature
-    if not ce(fitted) < ce(given):  # a fit that was cut off must not cost anything
+    fitted = _fit(stacked, y)
+    best = _composed_ce(fitted, stacked, y)
+    if not best < _composed_ce(given, stacked, y):  # a fit that was cut off must not cost anything
         return model
+    while spare_nats > 0 and int((fitted > 0).sum()) > 1:
+        rest = fitted.clone()
+        rest[torch.where(fitted > 0, fitted, torch.inf).argmin()] = 0.0
+        kept = rest > 0
+        rest[kept] = _fit(stacked[kept], y)
+        if not _composed_ce(rest, stacked, y) < best + spare_nats:
+            break
+        fitted = rest
     total = float(fitted.sum())
     shares = iter((fitted / total).tolist())
     weights = tuple(0.0 if b is None else next(shares) for b in model.blocks)
     return replace(model, weights=weights, temperature=1.0 / total)
+
+
+def _composed_ce(a: Tensor, stacked: Tensor, y: Tensor) -> float:
+    return float(F.cross_entropy(torch.einsum("b,bnv->nv", a, stacked), y))
+
+
+def _fit(stacked: Tensor, y: Tensor, steps: int = 60) -> Tensor:
+    """weights / temperature. log_softmax(sum_b a_b lp_b) is convex in a: the start does not matter.
+
+    The optimizer moves log a: a itself, clamped at 0, would have no gradient to come back with.
+    """
+    log_a = torch.full((len(stacked),), -math.log(len(stacked)), device=stacked.device)
+    log_a.requires_grad_()
+    optimizer = torch.optim.LBFGS([log_a], max_iter=steps, line_search_fn="strong_wolfe")
+
+    def closure() -> Tensor:
+        optimizer.zero_grad()
+        a = log_a.clamp_min(-20.0).exp()
+        loss = F.cross_entropy(torch.einsum("b,bnv->nv", a, stacked), y)
+        loss.backward()  # type: ignore[no-untyped-call]  # torch leaves it unannotated
+        return loss
+
+    optimizer.step(closure)  # type: ignore[no-untyped-call]
+    return log_a.detach().clamp_min(-20.0).exp()

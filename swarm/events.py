@@ -34,6 +34,22 @@ PURPOSES = (
 )
 MOVES = ("rebase", "merge", "keep")
 OUTCOMES = ("decided", "empty", "undecided", "syncing", "missed")
+# What a host writes as `what` of a node event. Readers take any other: a newer node may know more.
+NODE_EVENTS = (
+    "started",
+    "resumed",
+    "first_step",
+    "moved_block",
+    "paused",
+    "unpaused",
+    "over_budget",
+    "within_budget",
+    "trainer_restarted",
+    "disk_full",
+    "cannot_save",
+    "run_ended",
+    "left",
+)
 
 
 class EventError(DataError):
@@ -119,7 +135,7 @@ class TrustEvent:
 
 @dataclass(frozen=True)
 class NodeEvent:
-    """Something about the host itself: started, resumed, paused, over_budget, disk_full, left."""
+    """Something about the host itself; `NODE_EVENTS` says what there is."""
 
     kind: typing.ClassVar[str] = "node"
     time_s: float
@@ -201,9 +217,13 @@ def _value(hint: typing.Any, value: object, where: str) -> object:
     if dataclasses.is_dataclass(hint) and isinstance(value, dict):
         return _build(typing.cast(type, hint), value, where)
     if hint is float and isinstance(value, int | float) and not isinstance(value, bool):
-        if not math.isfinite(value):
+        try:
+            number = float(value)
+        except OverflowError:  # an integer of hundreds of digits
+            number = math.inf
+        if not math.isfinite(number):
             raise EventError(f"{where} is not finite")
-        return float(value)
+        return number
     if hint in (int, str, bool) and type(value) is hint:
         return value
     raise EventError(f"{where} is {value!r}")

@@ -14,7 +14,7 @@ import torch
 from torch import Tensor
 
 from protocol.errors import ModelError
-from swarm.model import Block
+from swarm.model import Block, block_of
 from swarm.run import Run
 from swarm.worker import initial_block
 
@@ -69,6 +69,6 @@ def initial_flat(run: Run, block: int) -> Floats:
 
 def state_of(run: Run, block: int, flat: Floats) -> Mapping[str, Tensor]:
     """The flat vector as a block's named tensors, for a model folder."""
-    module = Block(run.model, run.training.objective, first=block == 0)
+    module = block_of(run, block)
     load_flat(module, flat)
     return module.state_dict()

@@ -8,6 +8,7 @@ of other blocks' weights, of noise schedules or of the wire.
 from __future__ import annotations
 
 import math
+from typing import NamedTuple
 
 import torch
 import torch.nn.functional as F
@@ -16,7 +17,7 @@ from torch import Tensor, nn
 from protocol.errors import UsageError
 from swarm.gradients import relu_squared, rms_norm, rotate_qk
 from swarm.head_loss import Evidence, head_loss
-from swarm.run import VOCABULARY, ModelShape, Objective
+from swarm.run import VOCABULARY, ModelShape, Objective, Run
 
 
 def _draw(weight: Tensor, std: float) -> None:
@@ -144,10 +145,27 @@ class SigmaModulation(nn.Module):
         return out.view(-1, self.layers, 4, self.width)
 
 
-class Block(nn.Module):
-    """One block. With the objective `edm` it also takes z; otherwise it sees the context only."""
+class NoisyInput(NamedTuple):
+    """Bytes of the input that are not known yet (joint denoising), and what is known of them."""
 
-    def __init__(self, shape: ModelShape, objective: Objective = "bayes", first: bool = True):
+    known: Tensor  # (batch, length): true where the byte itself is given
+    likelihood: Tensor  # (batch, length, 256): elsewhere, log p(z of that byte | byte)
+
+
+class Block(nn.Module):
+    """One block. With the objective `edm` it also takes z; otherwise it sees the context only.
+
+    One that `denoises` can also read bytes that are not known yet: in their place stands the mean
+    embedding of what they may be, so that it needs only two more vectors.
+    """
+
+    def __init__(
+        self,
+        shape: ModelShape,
+        objective: Objective = "bayes",
+        first: bool = True,
+        denoises: bool = False,
+    ) -> None:
         super().__init__()
         width = shape.width
         self.shape = shape
@@ -174,6 +192,11 @@ class Block(nn.Module):
             self.head = nn.Linear(width, VOCABULARY)
             _draw(self.head.weight, 0.02)
             nn.init.zeros_(self.head.bias)
+        self.unknown: nn.Parameter | None = None
+        self.byte_prior: nn.Parameter | None = None
+        if denoises:
+            self.unknown = nn.Parameter(torch.zeros(width))
+            self.byte_prior = nn.Parameter(torch.zeros(VOCABULARY))
 
     def hidden(
         self,
@@ -182,9 +205,12 @@ class Block(nn.Module):
         cache: list[LayerCache] | None = None,
         z_scaled: Tensor | None = None,
         c_noise: Tensor | None = None,
+        noisy: NoisyInput | None = None,
     ) -> Tensor:
         """The hidden state that the head reads, and that the next block relays."""
         u: Tensor = self.embedding(x)
+        if noisy is not None:
+            u = torch.where(noisy.known.unsqueeze(-1), u, self._guessed(noisy.likelihood))
         if self.relay_in is not None and relay is not None:
             u = u + self.relay_in(F.rms_norm(relay, relay.shape[-1:]))
         modulation: Tensor | None = None
@@ -199,6 +225,13 @@ class Block(nn.Module):
                 None if cache is None else cache[index],
             )
         return u
+
+    def _guessed(self, likelihood: Tensor) -> Tensor:
+        """The mean embedding of a byte given its z alone. z tells no more than its likelihoods do,
+        so that nothing else, and not sigma either, has to enter the network."""
+        assert self.unknown is not None and self.byte_prior is not None
+        belief = torch.softmax(self.byte_prior + likelihood, dim=-1)
+        return self.unknown + belief @ self.embedding.weight
 
     def logits(self, hidden: Tensor) -> Tensor:
         """F(x): the context's own prediction, with no evidence of z."""
@@ -261,10 +294,19 @@ class EndToEnd(nn.Module):
         return [head_loss(head, u, y, None) for head, u in zip(heads, self(x), strict=True)]
 
 
+def block_of(run: Run, block: int) -> Block:
+    """A block of the run's shape, with no weights that matter."""
+    return Block(run.model, run.training.objective, block == 0, run.denoises)
+
+
 def make_block(
-    shape: ModelShape, objective: Objective, block: int, generator: torch.Generator
+    shape: ModelShape,
+    objective: Objective,
+    block: int,
+    generator: torch.Generator,
+    denoises: bool = False,
 ) -> Block:
     """A freshly initialised block whose weights depend on the generator alone."""
     with torch.random.fork_rng(devices=[]):
         torch.manual_seed(int(torch.randint(2**62, (1,), generator=generator)))
-        return Block(shape, objective, first=block == 0)
+        return Block(shape, objective, block == 0, denoises)

@@ -12,6 +12,9 @@ The exchange of round r opens at start + r * period and passes through
     AGGREGATE the agreed set is complete, the step is computed
     DONE      applied, or given up at the third deadline
 
+After the last exchange of a run (`RoundRules.last`) its replicas announce their heads and move to
+each other's as before, so that all end on one consensus and serve it; nothing else is exchanged.
+
 With more than 16 replicas a second stage of the same form follows, on the groups' aggregates.
 Every phase ends at its deadline or when nothing more is expected, so a swarm without faults is as
 fast as its slowest link and one with faults loses a deadline.
@@ -118,9 +121,11 @@ def _turn(state: RoundState, now_s: float, out: list[act.Action]) -> RoundState:
         outcome="undecided",
         first_report=None,
     )
-    if now_s >= first:  # we slept through it: take part in the next one
-        assert state.stage is not None
-        state = replace(state, stage=replace(state.stage, phase=Phase.DONE), outcome="missed")
+    if state.rules.ended(number):  # say where we stand, and hear where the others do: no more
+        state = replace(state, outcome="ended")
+        out.append(_announcement(state))
+    elif now_s >= first:  # we slept through it: take part in the next one
+        state = replace(with_stage(state, phase=Phase.DONE), outcome="missed")
     elif number > state.warm_until:
         out.append(act.MakeUpdate(number, tuple(sorted(state.in_flight))))
     else:
@@ -139,7 +144,7 @@ def _announcement(state: RoundState) -> act.Announce:
 def _close(state: RoundState, out: list[act.Action]) -> RoundState:
     """Report, and remember arrival times."""
     stage = state.stage
-    if stage is None:
+    if stage is None or state.outcome == "ended":
         return state
     report = state.first_report or report_of(state, stage)
     out.append(replace(report, outcome=state.outcome, included=included(state)))
@@ -184,7 +189,8 @@ def _hear(state: RoundState, event: act.Event, now_s: float, out: list[act.Actio
         case act.CanaryVerdict(number, harmful):
             trust = state.trust
             for peer in harmful:
-                trust = trust.exclude(peer, number) if peer != state.me else trust
+                why = "the canary: its updates made the consensus worse on held-out text"
+                trust = trust.exclude(peer, number, why) if peer != state.me else trust
             return replace(state, trust=trust)
     return state
 
@@ -263,14 +269,17 @@ def _offer(
     """Someone has an update for us. One per sender, of our group, at most 16, in time."""
     if ref.sender == state.me or state.trust.excluded(ref.sender, state.round):
         return state
+    if state.rules.ended(state.round):
+        return state
     if not in_own_group(state, ref.sender) or stage.phase is not Phase.COLLECT:
         return state
     if any(offer.sender == ref.sender for offer in stage.offers):
         return state
     offers = {**stage.offers, ref: holders}
     if state.log.has_update(ref.digest):
-        state = replace(state, trust=state.trust.fault(ref.sender, state.round))
-        return with_stage(state, offers=offers, refused={**stage.refused, ref: "replay"})
+        why = "replay"
+        state = replace(state, trust=state.trust.fault(ref.sender, state.round, why))
+        return with_stage(state, offers=offers, refused={**stage.refused, ref: why})
     if len(stage.pulling) + len(stage.held) >= MAX_LISTED:
         return with_stage(state, offers=offers)
     out.append(act.Pull(ref, holders, stage.third_s))
@@ -284,7 +293,8 @@ def _arrived(state: RoundState, ref: UpdateRef, refused: str, now_s: float) -> R
     pulling = stage.pulling - {ref}
     if refused:
         if stage.number == 0:
-            state = replace(state, trust=state.trust.fault(ref.sender, state.round))
+            why = f"refused update: {refused}"
+            state = replace(state, trust=state.trust.fault(ref.sender, state.round, why))
         return with_stage(state, pulling=pulling, refused={**stage.refused, ref: refused})
     return with_stage(state, pulling=pulling, held={**stage.held, ref: now_s - stage.opens_s})
 
@@ -304,7 +314,8 @@ def _vote(state: RoundState, vote: Vote) -> RoundState:
         state = _see(state, {vote.voter: view})
     ballot = stage.ballot.with_vote(vote)
     if vote.voter in ballot.two_faced and vote.voter not in stage.ballot.two_faced:
-        state = replace(state, trust=state.trust.fault(vote.voter, state.round))
+        trust = state.trust.fault(vote.voter, state.round, "two different votes in one round")
+        state = replace(state, trust=trust)
     # The senders in a vote are hearsay: offers are taken from records, which their owners sign.
     return with_stage(state, ballot=ballot)
 
@@ -356,6 +367,8 @@ def _end_collect(state: RoundState, now_s: float, out: list[act.Action]) -> Roun
     state = choose_head(state, now_s, out)
     if state.sync is not None and now_s < stage.first_s:
         return state
+    if state.rules.ended(state.round):
+        return with_stage(state, phase=Phase.DONE)
     if state.sync is not None or state.me not in voters(state):
         return with_stage(state, phase=Phase.VOTE)
     head = state.log.head

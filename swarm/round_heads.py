@@ -121,7 +121,7 @@ def fetched(state: RoundState, event: act.ConsensusFetched, out: list[act.Action
 def fetch_failed(state: RoundState, target: bytes, liars: tuple[str, ...]) -> RoundState:
     trust = state.trust
     for peer in liars:
-        trust = trust.exclude(peer, state.round)
+        trust = trust.exclude(peer, state.round, "it vouched for a consensus that is not one")
     state = replace(state, trust=trust)
     if state.sync is None or state.sync.target != target:
         return state

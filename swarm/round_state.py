@@ -30,6 +30,10 @@ class RoundRules:
     deadline: DeadlineRules
     vote_window_s: float
     repair_window_s: float
+    last: int | None = None  # the last exchange of the run; None: it has no end
+
+    def ended(self, number: int) -> bool:
+        return self.last is not None and number > self.last
 
     def __post_init__(self) -> None:
         both_stages = 2 * self.vote_window_s + 3 * self.repair_window_s

@@ -19,6 +19,9 @@ Coupling = Literal["independent", "relay", "look_ahead"]
 Composition = Literal["logit", "embedding"]
 
 VOCABULARY = 256  # bytes in, bytes out
+# Joint denoising begins with nothing known and ends with certain bytes: between them lie all
+# sigmas at which z tells something of a byte.
+JOINT_SIGMA_MIN, JOINT_SIGMA_MAX = 0.1, 10.0
 
 # A stranger's run file must not make a host allocate without end.
 MAX_BLOCKS, MAX_LAYERS, MAX_WIDTH, MAX_CONTEXT = 1024, 256, 32768, 1 << 17
@@ -111,6 +114,7 @@ class Training:
     look_ahead_weight: float = 1.0  # weight of the next block's loss in a block's own objective
     staggered: bool = True  # copies in the versions they were trained against, not the newest
     copy_decay: float = 0.0  # > 0: copies are slow-moving averages of their block's versions
+    denoise_share: float = 0.0  # > 0: so much of a batch trains the mode `denoise`
 
     def __post_init__(self) -> None:
         _one_of("objective", self.objective, get_args(Objective))
@@ -126,6 +130,12 @@ class Training:
         _finite("final_learning_rate", self.final_learning_rate, low=-1e-12, high=1.0)
         for name in ("beta1", "beta2", "copy_decay"):
             _finite(name, getattr(self, name), low=-1e-12, high=0.99999)
+        _finite("denoise_share", self.denoise_share, low=-1e-12, high=0.9)
+        if self.denoise_share > 0 and self.batch < 2:
+            raise UsageError(
+                "denoise_share takes a part of every batch, and a batch of 1 has no part to give",
+                "raise the batch to 2 or more, or set denoise_share to 0",
+            )
 
     def learning_rate_at(self, step: int) -> float:
         """Linear warm-up, then a cosine to `final_learning_rate` of the peak."""
@@ -133,6 +143,11 @@ class Training:
         phase = 0.5 * (1.0 + math.cos(math.pi * min(1.0, step / self.steps)))
         floor = self.final_learning_rate
         return self.learning_rate * warm * (floor + (1.0 - floor) * phase)
+
+    @property
+    def denoise_rows(self) -> int:
+        """Rows of a batch that train joint denoising; at least one is left to predict bytes."""
+        return min(math.ceil(max(0.0, self.denoise_share) * self.batch), self.batch - 1)
 
     def steps_in_round(self, round_: int) -> int:
         """Weights move fastest at the start, so that is where old copies hurt the most."""
@@ -157,9 +172,29 @@ class Run:
                 "the edm objective has z as an input and works with independent blocks only",
                 "use --coupling independent, or --objective bayes",
             )
+        if self.denoises:
+            if self.training.objective == "edm":
+                raise UsageError(
+                    "joint denoising needs a head over bytes, which the edm objective has not",
+                    "use --objective bayes, or set denoise_share to 0",
+                )
+            self.joint_noise()  # refuses a range that has no probability
+
+    @property
+    def denoises(self) -> bool:
+        """Whether its blocks learn to denoise all output positions at once."""
+        return self.training.denoise_rows > 0
+
+    def joint_noise(self) -> Noise:
+        """The sigmas of joint denoising: no leak limits them, its z comes from noise alone."""
+        return dataclasses.replace(self.noise, sigma_min=JOINT_SIGMA_MIN, sigma_max=JOINT_SIGMA_MAX)
 
     def to_dict(self) -> dict[str, Any]:
-        return dataclasses.asdict(self)
+        """All fields but options that are off and came later than the format."""
+        tables = dataclasses.asdict(self)
+        if not self.denoises:
+            del tables["training"]["denoise_share"]
+        return tables
 
     @classmethod
     def from_dict(cls, raw: dict[str, Any]) -> Run:

@@ -1,31 +1,32 @@
-"""The run file: all that a swarm must agree on, as one short TOML text, and what it costs to join.
+"""The run file: all that a swarm must agree on, as one short TOML text.
 
 Decides which run files are accepted and how large a run may be. Knows nothing of disks, peers or
-clocks; the text comes as bytes, perhaps from a stranger. A run is named by the hash of these bytes
-(`run_id`), so they travel exactly as they were written and nothing here writes them again;
-`with_start` makes the one change that gives a run its beginning, and so its name.
+clocks; the text comes as bytes, perhaps from a stranger. What a run costs a host is `swarm.cost`'s.
+A run is named by the hash of these bytes (`run_id`), so they travel exactly as they were written
+and nothing here writes them again; `with_start` makes the one change that gives a run its
+beginning, and so its name.
 
 Every field must be there. If a missing one took a default, two versions of this program with
-different defaults would train different runs under one name.
+different defaults would train different runs under one name. Options that came later than the
+format may be missing, and then they are off, for ever.
 """
 
 from __future__ import annotations
 
-import math
 import re
 import tomllib
 from collections.abc import Collection, Mapping
 from dataclasses import dataclass, fields, replace
 from typing import Any, Literal, TypeVar, get_args, get_origin, get_type_hints
 
-from protocol.codec import MAX_SIZE, CodecId, CodecSpec
+from protocol.codec import MAX_SIZE, CodecSpec
 from protocol.errors import UsageError
 from protocol.frames import content_digest
 from protocol.limits import PAYLOAD_MAX_BYTES, TIME_MAX_S, Kind
+from swarm.cost import block_parameters, worker_memory_bytes
 from swarm.deadline import DeadlineRules
-from swarm.groups import MAX_GROUP, group_count
 from swarm.round_state import RoundRules
-from swarm.run import VOCABULARY, ModelShape, Noise, Objective, Run, Training
+from swarm.run import ModelShape, Noise, Run, Training
 
 FORMAT = 1
 MAX_TEXT_BYTES = PAYLOAD_MAX_BYTES[Kind.RUN_REPLY]
@@ -36,6 +37,7 @@ MAX_PARAMETERS = 2**35  # of the whole model: 137 GB of fp32, which a host of th
 MAX_WORKER_BYTES = 2**40  # a run that needs more memory than this is a mistake or an attack
 MAX_SNAPSHOT_EVERY = 256  # the log keeps 1024 entries, and two snapshots must be among them
 MAX_SHORT_ROUNDS = 1000
+LATER: Mapping[str, Any] = {"denoise_share": 0.0}  # of [training]
 
 DataName = Literal["python", "wikitext-2", "wikitext-103", "own"]
 
@@ -151,7 +153,7 @@ class RunFile:
 
     def _check_size(self) -> None:
         """Bounds on what a stranger's run makes a host allocate and pull."""
-        counts = parameter_counts(self.run.model, self.run.training.objective)
+        counts = block_parameters(self.run)
         _between("the number of parameters of a block", max(counts), 1, MAX_SIZE)
         _between("the number of parameters of the model", sum(counts), 1, MAX_PARAMETERS)
         largest = PAYLOAD_MAX_BYTES[Kind.UPDATE_REPLY]
@@ -168,7 +170,7 @@ class RunFile:
 
     def parameters(self, block: int | None = None) -> int:
         """Parameters of a block; without one, of the largest."""
-        counts = parameter_counts(self.run.model, self.run.training.objective)
+        counts = block_parameters(self.run)
         return max(counts) if block is None else counts[block]
 
     def max_update_bytes(self, block: int | None = None) -> int:
@@ -239,7 +241,7 @@ def _read(raw: dict[str, Any]) -> RunFile:
     if _typed("format", version, int) != FORMAT:
         raise RunFileError(f"format must be {FORMAT}")
     rounds = _section(RoundSchedule, "rounds", raw)
-    training = _section(Training, "training", raw, derived={"steps": 1})
+    training = _section(Training, "training", raw, derived={"steps": 1}, later=LATER)
     training = replace(training, steps=scheduled_steps(training, rounds.count))
     run = Run(
         model=_section(ModelShape, "model", raw),
@@ -255,12 +257,20 @@ _T = TypeVar("_T", ModelShape, Noise, Training, DataRules, RoundSchedule, Exchan
 
 
 def _section(
-    kind: type[_T], name: str, raw: Mapping[str, Any], derived: Mapping[str, Any] | None = None
+    kind: type[_T],
+    name: str,
+    raw: Mapping[str, Any],
+    derived: Mapping[str, Any] | None = None,
+    later: Mapping[str, Any] | None = None,
 ) -> _T:
-    """One section, with exactly the fields of its dataclass but for the derived ones."""
+    """One section, with exactly the fields of its dataclass but for the derived ones.
+
+    `later` fields may be missing; the values are what they are then.
+    """
     table, known = raw[name], derived or {}
     if not isinstance(table, dict):
         raise RunFileError(f"{name} is not a section; write [{name}]")
+    table = {**(later or {}), **table}
     _expect(f"[{name}]", table, [f.name for f in fields(kind) if f.name not in known])
     hints = get_type_hints(kind)
     values = {key: _typed(f"{name}.{key}", value, hints[key]) for key, value in table.items()}
@@ -294,89 +304,3 @@ def _between(name: str, value: float, low: float, high: float) -> None:
 
 def _cut(text: str) -> str:
     return text if len(text) <= MAX_QUOTED else text[:MAX_QUOTED] + "..."
-
-
-# What it costs. Estimates for a person and for the choice of a block, of the costliest block unless
-# one is named; they lean to the high side.
-
-RUNTIME_BYTES = 600 << 20  # two processes with torch (224 and 285 MiB measured) and p2pd (62 MB)
-WORKER_BYTES_PER_WEIGHT = 20  # fp32 weights, gradients, two moments of Adam, int32 consensus
-EXCHANGE_BYTES_PER_WEIGHT = 32  # int64 and float64 vectors while an update is made or aggregated
-COPY_BYTES_PER_WEIGHT = 8  # a followed block: its int32 consensus and the fp32 copy that is read
-LAYER_FLOATS_PER_WIDTH = 24  # kept for the backward pass, per byte of context
-HEAD_FLOATS = 6 * VOCABULARY  # logits, evidence, their softmax
-SAVED_BYTES_PER_WEIGHT = 2 * 16 + 2 * 4  # a checkpoint and the one that replaces it, two snapshots
-
-
-def parameter_counts(shape: ModelShape, objective: Objective) -> tuple[int, ...]:
-    """Parameters of every block, without building one."""
-    width, layers = shape.width, shape.layers
-    count = VOCABULARY * width + layers * (12 * width**2 + 2 * width)
-    if objective == "edm":
-        count += 2 * width**2 + width + 1  # z_in, denoised_out, log_scale
-        count += (16 + 1) * 64 + (64 + 1) * 4 * layers * width  # the modulation by sigma
-    else:
-        count += VOCABULARY * (width + 1)  # head
-    relay_in = width**2 if shape.relays else 0
-    return (count, *(count + relay_in for _ in range(1, shape.blocks)))
-
-
-def followed_blocks(shape: ModelShape, block: int) -> tuple[int, ...]:
-    """The blocks whose consensus a worker reads besides its own."""
-    before = tuple(range(block)) if shape.relays else ()
-    ahead = shape.coupling == "look_ahead" and block + 1 < shape.blocks
-    return (*before, block + 1) if ahead else before
-
-
-def worker_memory_bytes(runfile: RunFile, block: int | None = None) -> int:
-    """Memory of one worker with everything around it; on a GPU host, of both memories together."""
-    shape, training = runfile.run.model, runfile.run.training
-    counts = parameter_counts(shape, training.objective)
-    if block is None:  # the last two follow the most; one of them trains through the next, too
-        last = shape.blocks - 1
-        return max(worker_memory_bytes(runfile, b) for b in {max(0, last - 1), last})
-    followed = followed_blocks(shape, block)
-    own = counts[block] * (WORKER_BYTES_PER_WEIGHT + EXCHANGE_BYTES_PER_WEIGHT)
-    copies = sum(counts[other] for other in followed) * COPY_BYTES_PER_WEIGHT
-    floats = shape.layers * LAYER_FLOATS_PER_WIDTH * shape.width + HEAD_FLOATS
-    through = 2 if block + 1 in followed else 1
-    activations = 4 * through * floats * training.batch * shape.context
-    return RUNTIME_BYTES + own + copies + activations
-
-
-def expected_update_bytes(runfile: RunFile, block: int | None = None) -> int:
-    """What an update will have; for top-k a kept weight costs its value and the gap before it."""
-    size, codec = runfile.parameters(block), runfile.codec
-    if codec.codec != CodecId.TOPK:
-        return codec.max_bytes(size)
-    kept = codec.max_kept(size)
-    return math.ceil(kept * (math.log2(size / kept) + 1.5 + codec.value_bits) / 8)
-
-
-def expected_step_bytes(runfile: RunFile, replicas: int, block: int | None = None) -> int:
-    """One step of the log: the aggregate of so many updates, whose weights hardly overlap."""
-    dense = 4 * runfile.parameters(block)
-    return min(max(1, replicas) * expected_update_bytes(runfile, block), dense)
-
-
-def expected_gb_per_day(runfile: RunFile, replicas: int, block: int | None = None) -> float:
-    """Both directions, with `replicas` hosts on every block: updates, and the logs it follows.
-
-    Whatever is pulled is served by somebody, so an average host sends as much as it receives.
-    """
-    shape = runfile.run.model
-    worst = shape.blocks - 1 if block is None else block
-    groups = group_count(replicas)
-    members = min(MAX_GROUP, math.ceil(replicas / groups))
-    pulled = max(0, members - 1) * expected_update_bytes(runfile, worst)
-    pulled += (groups - 1) * expected_step_bytes(runfile, members, worst)
-    for other in followed_blocks(shape, worst):
-        pulled += expected_step_bytes(runfile, replicas, other)
-    return 2 * pulled * (86400.0 / runfile.rounds.period_s) / 1e9
-
-
-def disk_bytes(runfile: RunFile, replicas: int, block: int | None = None) -> int:
-    """Checkpoints and the log with its snapshots; without the corpus."""
-    saved = SAVED_BYTES_PER_WEIGHT * runfile.parameters(block)
-    steps = 2 * runfile.exchange.snapshot_every * expected_step_bytes(runfile, replicas, block)
-    return saved + steps

@@ -10,7 +10,8 @@ word counts after it was seen for some rounds, and exclusions double each time.
 
 from __future__ import annotations
 
-from collections.abc import Iterable, Mapping, Sequence
+import math
+from collections.abc import Collection, Iterable, Mapping
 from dataclasses import dataclass, field, replace
 
 MAX_PEERS = 4096
@@ -38,6 +39,7 @@ class Standing:
     faults: tuple[int, ...] = ()  # rounds of recent faults
     excluded_until: int = -1  # the last round of its exclusion
     exclusions: int = 0
+    reason: str = ""  # of its last exclusion, for a person
 
 
 @dataclass(frozen=True)
@@ -71,22 +73,20 @@ class TrustBook:
     def excluded(self, peer: str, number: int) -> bool:
         return number <= self.of(peer).excluded_until
 
-    def fault(self, peer: str, number: int) -> TrustBook:
+    def fault(self, peer: str, number: int, reason: str = "") -> TrustBook:
         """A refused update (digest, shape, range, round, block) or two-faced votes."""
         old = self.of(peer)
         recent = [n for n in old.faults if number - n < self.rules.fault_memory]
         faults = (*recent, number)[-self.rules.fault_limit :]
         book = self._with(peer, replace(old, faults=faults))
-        return book.exclude(peer, number) if len(faults) >= self.rules.fault_limit else book
+        return book.exclude(peer, number, reason) if len(faults) >= self.rules.fault_limit else book
 
-    def exclude(self, peer: str, number: int) -> TrustBook:
+    def exclude(self, peer: str, number: int, reason: str = "") -> TrustBook:
         """Leave the peer out for a time, beginning with the next round."""
         old = self.of(peer)
         length = min(self.rules.exclusion << min(old.exclusions, 16), self.rules.longest_exclusion)
-        return self._with(
-            peer,
-            replace(old, faults=(), excluded_until=number + length, exclusions=old.exclusions + 1),
-        )
+        out = replace(old, faults=(), excluded_until=number + length, reason=reason)
+        return self._with(peer, replace(out, exclusions=old.exclusions + 1))
 
 
 def _bounded(peers: dict[str, Standing]) -> dict[str, Standing]:
@@ -99,23 +99,44 @@ def _bounded(peers: dict[str, Standing]) -> dict[str, Standing]:
 
 @dataclass(frozen=True)
 class Canary:
-    """Watches the held-out CE of the consensus. A jump is a reason to test updates one by one."""
+    """Watches the held-out CE of the consensus. A jump is a reason to test senders one by one.
+
+    Harm adds up: an update of an ordinary norm hides below the margin, the same sender's updates of
+    some rounds do not. So what is tested is all that a sender added since the best of the recent
+    measurements (`since`). Our own part is tested with the others, as the control: nobody is blamed
+    for what it does as well (the learning rate, or text unlike ours). Without a control never more
+    than half of the senders are accused.
+    """
 
     margin_nats: float = 0.05
     history: int = 8
-    recent_nats: tuple[float, ...] = ()
+    recent: tuple[tuple[bytes, float], ...] = ()  # head -> its loss
 
-    def with_loss(self, loss_nats: float) -> tuple[Canary, bool]:
+    def with_loss(self, head: bytes, loss_nats: float) -> tuple[Canary, bool]:
         """The next canary, and whether this loss is an alarm: worse than the median of the recent
         ones by more than the margin, or not a number. An alarming loss is not remembered."""
-        if loss_nats != loss_nats:
+        losses = sorted(loss for _, loss in self.recent)
+        limit = losses[(len(losses) - 1) // 2] + self.margin_nats if losses else math.inf
+        if loss_nats > limit or not math.isfinite(loss_nats):
             return self, True
-        if self.recent_nats:
-            middle = sorted(self.recent_nats)[(len(self.recent_nats) - 1) // 2]
-            if loss_nats > middle + self.margin_nats:
-                return self, True
-        return replace(self, recent_nats=(*self.recent_nats, loss_nats)[-self.history :]), False
+        return replace(self, recent=(*self.recent, (head, loss_nats))[-self.history :]), False
 
-    def harmful(self, before_nats: float, after_nats: Sequence[tuple[str, float]]) -> list[str]:
-        """Senders whose update alone makes the consensus worse by more than the margin."""
-        return [s for s, loss in after_nats if not loss <= before_nats + self.margin_nats]
+    def since(self, known: Collection[bytes]) -> tuple[bytes, float] | None:
+        """The best of the recent heads, among those whose weights we can still make."""
+        found = [(loss, head) for head, loss in self.recent if head in known]
+        return (min(found)[1], min(found)[0]) if found else None
+
+    def accepting(self, head: bytes, loss_nats: float) -> Canary:
+        """After an alarm was looked into: where we stand now is what is watched from here on, or
+        each round of a run that has truly got worse would be an alarm."""
+        known = ((head, loss_nats),) if math.isfinite(loss_nats) else ()
+        return replace(self, recent=known)
+
+    def harmful(self, before_nats: float, after_nats: Mapping[str, float], me: str) -> list[str]:
+        """Senders whose part alone makes the consensus worse by more than the margin."""
+        control = after_nats.get(me, before_nats)
+        if math.isnan(control):
+            return []
+        limit = max(before_nats, control) + self.margin_nats
+        bad = sorted(s for s, loss in after_nats.items() if s != me and not loss <= limit)
+        return bad if me in after_nats or 2 * len(bad) <= len(after_nats) else []

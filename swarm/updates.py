@@ -33,6 +33,7 @@ from protocol.payloads import LogEntry, SignedVote, pack_index
 from swarm.aggregate import (
     QUANTUM_BITS,
     SCALE_ONE,
+    SEGMENT,
     VALUE_LIMIT,
     FixedUpdate,
     Ints,
@@ -40,8 +41,7 @@ from swarm.aggregate import (
     add_into,
     apply_step,
     checked,
-    compact,
-    rounded_mean,
+    mean_step,
     scaled,
     step_digest,
     weights_digest,
@@ -107,7 +107,11 @@ class UpdateCodec:
         self, quanta: Ints, block: int, round_: int, sender: bytes
     ) -> tuple[bytes, FixedUpdate]:
         """The payload of an update, and the update exactly as every receiver will decode it."""
-        values = (quanta.astype(np.float64) * 2.0**-QUANTUM_BITS).astype(np.float32)
+        values = np.empty(len(quanta), dtype=np.float32)
+        for start in range(0, len(quanta), SEGMENT):
+            part = quanta[start : start + SEGMENT].astype(np.float64)
+            part *= 2.0**-QUANTUM_BITS
+            values[start : start + SEGMENT] = part
         payload = _HEADER.pack(block, round_, sender) + encode(values, self.spec).data
         return payload, self.decode(payload, block, round_, sender)
 
@@ -134,8 +138,14 @@ class UpdateCodec:
 
 def _coarser(fixed: Ints) -> Ints:
     """Quanta of 2^-40 to quanta of 2^-24: halves away from zero, clipped to what int32 holds."""
-    magnitude = (np.abs(fixed) + (1 << (_SHIFT - 1))) >> _SHIFT
-    values: Ints = np.sign(fixed) * np.minimum(magnitude, VALUE_LIMIT - 1)
+    values: Ints = np.empty_like(fixed)
+    for start in range(0, len(fixed), SEGMENT):
+        part, out = fixed[start : start + SEGMENT], values[start : start + SEGMENT]
+        np.abs(part, out=out)
+        out += 1 << (_SHIFT - 1)
+        out >>= _SHIFT
+        np.minimum(out, VALUE_LIMIT - 1, out=out)
+        np.negative(out, out=out, where=part < 0)
     return values
 
 
@@ -162,7 +172,7 @@ def replay(
             add_into(total, scaled(update, part.scale))
     except WireError as error:
         raise LogError(f"round {entry.round} includes no valid update: {error}") from error
-    new, step = apply_step(consensus, compact(rounded_mean(total, max(len(included), 1))))
+    new, step = apply_step(consensus, mean_step(total, max(len(included), 1)))
     if step_digest(step) != entry.step:
         raise LogError(f"the updates of round {entry.round} do not give its step")
     if weights_digest(new) != entry.weights:

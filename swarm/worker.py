@@ -2,7 +2,8 @@
 
 It holds optimizer state for its own block alone. Other blocks reach it as frozen, forward-only
 copies: those before it give the relayed hidden state, the next one gives the look-ahead loss. No
-gradient leaves the worker. Where copies and batches come from is not its concern.
+gradient leaves the worker. Where copies and batches come from is not its concern. With
+`denoise_share` the first rows of a batch train joint denoising (`swarm.denoise`).
 """
 
 from __future__ import annotations
@@ -14,12 +15,14 @@ from dataclasses import dataclass
 import torch
 from torch import Tensor
 
+from swarm.denoise import JointDenoising, draw_rows
 from swarm.model import Block, make_block
 from swarm.noise import block_interval, target_table
 from swarm.objective import DenoisingObjective
 from swarm.run import Run
 
 AHEAD_PARTS = 2
+JOINT_STREAM = 1 << 16  # added to the block's number: noise of its own, above any block's
 
 
 @dataclass(frozen=True)
@@ -28,6 +31,7 @@ class StepLoss:
 
     own_nats: float
     ahead_nats: float | None
+    joint_nats: float | None = None  # of the rows that are denoised; says nothing of quality
 
 
 class BlockWorker:
@@ -49,6 +53,7 @@ class BlockWorker:
         last = block == run.model.blocks - 1
         looks_ahead = run.model.coupling == "look_ahead" and not last
         self.ahead = self._objective_of(block + 1) if looks_ahead else None
+        self.joint = JointDenoising(run, self.targets) if run.denoises else None
         self.optimizer = block_optimizer(run, self.block)
         self.steps_done = 0
 
@@ -56,22 +61,67 @@ class BlockWorker:
         self, x: Tensor, y: Tensor, upstream: Sequence[Block], next_block: Block | None
     ) -> StepLoss:
         """One optimizer step on a batch of inputs and targets."""
-        generator = step_generator(self.run.seed, self.index, self.steps_done)
         self.optimizer.zero_grad(set_to_none=True)
+        joint: float | None = None
         with self._precision():
-            relay = relayed_hidden(upstream, x) if self.run.model.relays else None
-            own, hidden = self.objective.loss(self.block, x, y, relay, generator)
-            ahead: float | None = None
-            if hidden is not None and next_block is not None and self.ahead is not None:
-                ahead, gradient = self._look_ahead(next_block, x, y, hidden, generator)
-                torch.autograd.backward([own, hidden], [None, gradient])
-            else:
-                own.backward()  # type: ignore[no-untyped-call]  # torch leaves it unannotated
+            rows = self.run.training.denoise_rows if self.joint is not None else 0
+            rows = min(rows, len(x) - 1)
+            share = (len(x) - rows) / len(x)
+            own, ahead = self._predict(x[rows:], y[rows:], upstream, next_block, share)
+            if self.joint is not None and rows:
+                joint = self._denoise(self.joint, x[:rows], y[:rows], upstream, next_block, share)
         self._update()
-        return StepLoss(own.item(), ahead)
+        return StepLoss(own, ahead, joint)
+
+    def _predict(
+        self,
+        x: Tensor,
+        y: Tensor,
+        upstream: Sequence[Block],
+        next_block: Block | None,
+        share: float,
+    ) -> tuple[float, float | None]:
+        """The objective's loss and the next block's; their gradients count for `share`."""
+        generator = step_generator(self.run.seed, self.index, self.steps_done)
+        relay = relayed_hidden(upstream, x) if self.run.model.relays else None
+        own, hidden = self.objective.loss(self.block, x, y, relay, generator)
+        weight = torch.full_like(own, share)
+        if hidden is None or next_block is None or self.ahead is None:
+            own.backward(weight)  # type: ignore[no-untyped-call]  # torch leaves it unannotated
+            return own.item(), None
+        ahead, gradient = self._look_ahead(next_block, x, y, hidden, generator, share)
+        torch.autograd.backward([own, hidden], [weight, gradient])
+        return own.item(), ahead
+
+    def _denoise(
+        self,
+        joint: JointDenoising,
+        x: Tensor,
+        y: Tensor,
+        upstream: Sequence[Block],
+        next_block: Block | None,
+        others: float,
+    ) -> float:
+        """The loss of joint denoising, its look-ahead included; gradients count for the rest."""
+        generator = step_generator(self.run.seed, self.index + JOINT_STREAM, self.steps_done)
+        rows = draw_rows(x, y, self.run.model.width, generator)
+        relay = joint.relayed(upstream, rows) if self.run.model.relays else None
+        loss, hidden = joint.loss(self.block, self.index, rows, relay)
+        total = loss
+        if next_block is not None and self.ahead is not None:
+            ahead, _ = joint.loss(next_block, self.index + 1, rows, hidden)
+            total = loss + self.run.training.look_ahead_weight * ahead
+        (total * (1.0 - others)).backward()  # type: ignore[no-untyped-call]
+        return loss.item()
 
     def _look_ahead(
-        self, copy: Block, x: Tensor, y: Tensor, hidden: Tensor, generator: torch.Generator
+        self,
+        copy: Block,
+        x: Tensor,
+        y: Tensor,
+        hidden: Tensor,
+        generator: torch.Generator,
+        share: float,
     ) -> tuple[float, Tensor]:
         """The next block's loss over our hidden state, and its weighted gradient by it.
 
@@ -84,9 +134,10 @@ class BlockWorker:
         for part in torch.arange(len(x)).chunk(AHEAD_PARTS):
             rows = slice(int(part[0]), int(part[-1]) + 1)
             loss, _ = self.ahead.loss(copy, x[rows], y[rows], leaf[rows], generator)
-            share = len(part) / len(x)
-            (loss * (share * self.run.training.look_ahead_weight)).backward()  # type: ignore[no-untyped-call]
-            total += share * loss.item()
+            size = len(part) / len(x)
+            weight = size * self.run.training.look_ahead_weight * share
+            (loss * weight).backward()  # type: ignore[no-untyped-call]
+            total += size * loss.item()
         assert leaf.grad is not None
         return total, leaf.grad
 
@@ -113,7 +164,7 @@ class BlockWorker:
 def initial_block(run: Run, block: int) -> Block:
     """The block's weights at version 0: equal on every host of the run."""
     generator = torch.Generator().manual_seed(run.seed * 1_000_003 + block)
-    return make_block(run.model, run.training.objective, block, generator)
+    return make_block(run.model, run.training.objective, block, generator, run.denoises)
 
 
 def block_optimizer(run: Run, module: torch.nn.Module) -> torch.optim.AdamW:

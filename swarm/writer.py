@@ -109,7 +109,10 @@ class SweepWriter:
             chosen = best_draft(scores)
         else:
             chosen = resampled_draft(scores, drafted, self._generator)
-        written = drafts[chosen]
+        return self.add(drafts[chosen])
+
+    def add(self, written: bytes) -> bytes:
+        """What the last sweep was asked for, with nothing left to choose."""
         self.left -= len(written)
         self._written = [*self._written, *written][-self.context :]
         return written

@@ -16,6 +16,7 @@ from swarm.aggregate import FixedUpdate, Ints
 from swarm.log import ConsensusLog
 
 HEADER_BYTES = 2 + 8 + PEER_ID_BYTES  # block, round, sender
+HEAD_BIAS_AT = 256 * 32  # weights are in the order of their names: after an embedding of width 32
 
 
 class Lie(enum.Enum):
@@ -28,15 +29,27 @@ class Lie(enum.Enum):
     COPY = "copy"
     OTHER_BLOCK = "other-block"
     OVERSIZED = "oversized"
+    POISON = "poison"
+    BIAS = "bias"
 
 
 class Liar(Replica):
-    """What it keeps of its update is honest, so that it lies the same way in every round."""
+    """What it keeps of its update is honest, so that it lies the same way in every round.
+
+    But for POISON and BIAS, which nothing gives away: their log is in order, their norm an ordinary
+    one. The first stalls a block of two (what the honest one learns is undone, and learned again);
+    the second makes it worse round by round.
+    """
 
     lie = Lie.SCALE
     first: bytes = b""
 
     def encode(self, rest: Ints, log: ConsensusLog, number: int) -> tuple[bytes, FixedUpdate]:
+        # Consistent with themselves, and as long as is allowed.
+        if self.lie is Lie.POISON:
+            return super().encode(-4 * rest, log, number)
+        if self.lie is Lie.BIAS:
+            return super().encode(_against_spaces(rest), log, number)
         payload, update = super().encode(rest, log, number)
         self.first = self.first or payload
         return self.falsified(payload, rest, number), update
@@ -62,8 +75,15 @@ class Liar(Replica):
                 return payload[:10] + bytes(PEER_ID_BYTES) + payload[HEADER_BYTES:]
             case Lie.OTHER_BLOCK:
                 return codec.encode(rest, block + 1, number, me)[0]
-            case Lie.OVERSIZED:
+            case _:
                 return payload + bytes(codec.max_bytes + 1 - len(payload))
+
+
+def _against_spaces(rest: Ints) -> Ints:
+    """All of the norm on one weight: in the blocks of the live tests, the bias of the space."""
+    update = np.zeros_like(rest)
+    update[HEAD_BIAS_AT + ord(" ") if len(rest) > HEAD_BIAS_AT else 0] = -(1 << 24)
+    return update
 
 
 def liar(lie: Lie) -> type[Liar]:

@@ -12,12 +12,14 @@ import random
 import resource
 import signal
 import time
+from dataclasses import replace
 from pathlib import Path
 from typing import Any
 
 import pytest
 from live import (
     START_LIMIT_S,
+    Event,
     LiveSwarm,
     Process,
     agree_after,
@@ -37,7 +39,7 @@ LIMIT_S = 120.0
 def run_file(blocks: int = 1, **changes: Any) -> Any:
     """Windows with some room: the machine may be busy."""
     base = tiny_run_file(blocks=blocks, period_s=PERIOD_S, **changes)
-    rounds = RoundSchedule(0, PERIOD_S, 500, 0.7, 1.2, 0.45, 0.3)
+    rounds = RoundSchedule(0, PERIOD_S, changes.get("count", 500), 0.7, 1.2, 0.45, 0.3)
     return type(base)(base.name, base.run, base.data, rounds, base.exchange)
 
 
@@ -186,6 +188,16 @@ def test_copies_stay_fresh_and_a_dead_block_or_seed_stops_nobody(tmp_path: Path)
         other.until(fresh, LIMIT_S)  # the block was taken up again
 
 
+def test_a_host_with_another_text_is_told_what_was_expected(tmp_path: Path) -> None:
+    base = run_file()
+    with live_swarm(tmp_path, replace(base, data=replace(base.data, sha256="0" * 64))) as swarm:
+        seed = swarm.seed(0)
+        assert seed.wait() != 0
+        said = "".join(seed.err)
+        assert "0" * 64 in said and "its sha256 is" in said and "--data PATH" in said
+        assert "Traceback" not in said
+
+
 @pytest.mark.long
 def test_a_swarm_that_was_down_altogether_comes_back(tmp_path: Path) -> None:
     """After a power cut: each goes on alone, under its old address, until it finds the others."""
@@ -205,30 +217,23 @@ def test_a_swarm_that_was_down_altogether_comes_back(tmp_path: Path) -> None:
         agree_after([seed, other], last_round(other), 2, LIMIT_S)
 
 
-@pytest.mark.long
-@pytest.mark.parametrize("lie", ["oversized"])
-def test_a_liar_is_refused_and_the_others_agree(tmp_path: Path, lie: str) -> None:
-    refused, left_out, hosts = with_liar(tmp_path, lie)
-    assert refused and not left_out
-    assert [e for host in hosts for e in host.events("trust")]
+# What becomes of each lie: refused when it arrives, for this reason; left out by the robust rule;
+# or outvoted (noise of an ordinary norm cannot be told from an unlucky honest update).
+REFUSED = {
+    "nan": "",
+    "malformed": "",
+    "replay": "",
+    "copy": "another peer",
+    "other-block": "block",
+    "oversized": "limit",
+}
+LEFT_OUT = ("scale", "sign-flip")
+LIES = (*REFUSED, *LEFT_OUT, "noise")
 
 
-@pytest.mark.long
-@pytest.mark.parametrize("lie", ["nan", "malformed", "replay", "copy", "other-block"])
-def test_other_liars_are_refused_too(tmp_path: Path, lie: str) -> None:
-    refused, _, _ = with_liar(tmp_path, lie)
-    assert refused
-
-
-@pytest.mark.long
-@pytest.mark.parametrize("lie", ["scale", "sign-flip"])
-def test_a_liar_with_a_valid_update_is_left_out(tmp_path: Path, lie: str) -> None:
-    _, left_out, _ = with_liar(tmp_path, lie, rounds=12)
-    assert left_out
-
-
-def with_liar(tmp_path: Path, lie: str, rounds: int = 5) -> tuple[list[Any], list[Any], Any]:
-    """Three honest hosts and a liar: who refused it, who left it out, and the honest ones."""
+@pytest.mark.long  # every one of them, in one process, is in the tests of the replica
+@pytest.mark.parametrize("lie", LIES)
+def test_one_of_four_lies_and_the_honest_three_go_on(tmp_path: Path, lie: str) -> None:
     with live_swarm(tmp_path, run_file()) as swarm:
         seed = swarm.seed(0)
         address = seed.address()
@@ -236,14 +241,108 @@ def with_liar(tmp_path: Path, lie: str, rounds: int = 5) -> tuple[list[Any], lis
         liar = swarm.liar(address, "liar", 0, lie)
         until_event(liar, "started")
         me = liar.events("node")[0]["peer"]
-        rows = lambda: [e for host in honest for e in host.events("round")]  # noqa: E731
-        accused = lambda e: me in [*(r["peer"] for r in e["refused"]), *e["left_out"]]  # noqa: E731
-        seed.until(lambda: any(accused(e) for e in rows()), LIMIT_S)
-        agreed = agree_after(honest, last_round(seed), rounds, LIMIT_S)
-        assert len(agreed) >= rounds
-        refused = [r for e in rows() for r in e["refused"] if r["peer"] == me]
-        left_out = [e["round"] for e in rows() if me in e["left_out"]]
-        return refused, left_out, honest
+
+        def seen() -> list[Event]:
+            """Rounds of the honest ones in which the lie was met."""
+            rows = [e for host in honest for e in host.events("round")]
+            if lie in REFUSED:
+                return [e for e in rows if me in (r["peer"] for r in e["refused"])]
+            if lie in LEFT_OUT:
+                return [e for e in rows if me in e["left_out"]]
+            return [e for e in rows if me in e["agreed"]]
+
+        first = seed.until(seen, LIMIT_S)[0]
+        agree_after(honest, first["round"], 3, LIMIT_S)
+        assert all(host.running for host in honest)
+        if lie in REFUSED:
+            reasons = [r["reason"] for e in seen() for r in e["refused"] if r["peer"] == me]
+            assert all(reason and REFUSED[lie] in reason for reason in reasons)
+            # Twice, and it is left out for a time, for a reason that stands in the log.
+            trust = seed.until(lambda: [e for h in honest for e in h.events("trust")], LIMIT_S)
+            assert all(e["about"] == me and e["reason"] for e in trust)
+
+
+@pytest.mark.long
+def test_the_canary_finds_who_poisons_a_block_of_two(tmp_path: Path) -> None:
+    """Two cannot outvote each other, so the rule leaves the poison in; the held-out text tells."""
+    with live_swarm(tmp_path, run_file(steps_per_round=8)) as swarm:
+        seed = swarm.seed(0)
+        liar = swarm.liar(seed.address(), "liar", 0, "bias")
+        until_event(liar, "started")
+        me = liar.events("node")[0]["peer"]
+        trust = seed.until(lambda: seed.events("trust"), 3 * LIMIT_S)
+        assert trust[0]["about"] == me and "canary" in trust[0]["reason"]
+        number = trust[0]["round"]
+        after = seed.until(
+            lambda: [e for e in seed.events("round") if e["round"] > number + 1 and e["included"]],
+            LIMIT_S,
+        )
+        assert me not in after[0]["agreed"]
+
+
+@pytest.mark.long
+def test_six_hosts_settle_on_four_blocks_and_take_over_one_that_is_lost(tmp_path: Path) -> None:
+    with live_swarm(tmp_path, run_file(blocks=4)) as swarm:
+        seed = swarm.seed(None)
+        address = seed.address()
+        until_event(seed, "started")
+        hosts = [seed]
+        for name in "abcde":  # one after another: each sees where the others are
+            hosts.append(swarm.join(address, name))
+            hosts[-1].until(lambda: hosts[-1].events("round"), LIMIT_S)
+
+        def block_of(host: Process) -> int:
+            return int(host.events("round")[-1]["block"])
+
+        def places(alive: list[Process]) -> dict[int, list[Process]]:
+            return {b: [h for h in alive if block_of(h) == b] for b in range(4)}
+
+        seed.until(lambda: all(places(hosts).values()), LIMIT_S)
+        settled = {h.pid: block_of(h) for h in hosts}
+        # Longer than the rest after which one may move: nobody does.
+        number = last_round(seed) + 12
+        seed.until_round(number, LIMIT_S)
+        assert {h.pid: block_of(h) for h in hosts} == settled
+        moved = lambda h: [e for e in h.events("node") if e["what"] == "moved_block"]  # noqa: E731
+        assert not any(moved(h) for h in hosts)
+
+        lost, victims = min(
+            ((b, hs) for b, hs in places(hosts).items() if seed not in hs),
+            key=lambda pair: (len(pair[1]), pair[0]),
+        )
+        last = max(consensus_by_round(victims[0]))
+        for victim in victims:
+            victim.kill()
+        alive = [h for h in hosts if h not in victims]
+        seed.until(lambda: places(alive)[lost], 2 * LIMIT_S)
+        mover = places(alive)[lost][0]
+        assert moved(mover)[-1]["facts"]["to"] == str(lost)
+        here = lambda: [e for e in mover.events("round") if e["block"] == lost]  # noqa: E731
+        decided = mover.until(lambda: [e for e in here() if e["outcome"] == "decided"], LIMIT_S)
+        assert decided[0]["included"]
+        # It goes on from a copy that some host had, not from the beginning.
+        assert any(e["consensus_round"] >= last - 5 for e in here()[:2])
+        assert all(places(alive).values())
+
+
+@pytest.mark.long
+def test_at_the_end_of_the_run_hosts_stop_training_and_serve_what_they_agreed_on(
+    tmp_path: Path,
+) -> None:
+    count = 24  # on a busy machine the first ones are over before anybody is there
+    with live_swarm(tmp_path, run_file(count=count)) as swarm:
+        seed = swarm.seed(0)
+        other = swarm.join(seed.address(), "other", 0)
+        for host in (seed, other):
+            until_event(host, "run_ended")
+            assert sum("the run has ended" in line for line in host.err) == 1
+        assert max(e["round"] for e in seed.events("round")) <= count
+        # Whoever comes too late still gets what they agreed on.
+        late = swarm.join(seed.address(), "late", 0)
+        until_event(late, "run_ended")
+        move = late.until(lambda: late.events("move"), LIMIT_S)[-1]
+        assert move["after"] == consensus_by_round(seed)[max(consensus_by_round(seed))]
+        assert not late.events("round")
 
 
 @pytest.mark.long

@@ -128,7 +128,7 @@ class Replica:
         inside: Any = SimpleNamespace(
             settings=settings, state=SimpleNamespace(log=self.log), consensus=self.consensus
         )
-        answers = _Answers(inside, lambda signed: None, lambda: [], time.time)
+        answers = _Answers(inside, lambda signed: None, list, time.time, lambda block: None)
         reply = await getattr(answers, HANDLERS[type(request)])(request, b"")
         return reply.message, bytes(reply.payload)
 

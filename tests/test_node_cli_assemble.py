@@ -69,7 +69,7 @@ def test_status_shows_every_block(live: Live) -> None:
     facts = json.loads(done.stdout)
     assert facts["name"] == "live test" and facts["peers"] == 3
     assert [len(block["replicas"]) for block in facts["blocks"]] == [1, 2]
-    assert "block 0 has 1 live replica, the run wants 2" in facts["warnings"]
+    assert "block 0 has 1 live replica, wanted are 2" in facts["warnings"]
     assert all(block["consensus_round"] >= 0 for block in facts["blocks"])
     last = facts["blocks"][1]["last"]
     assert last is not None and last["round"] >= facts["blocks"][1]["consensus_round"]

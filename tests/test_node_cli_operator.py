@@ -12,8 +12,9 @@ from click.testing import CliRunner, Result
 
 from node.cli_operator import PRESETS, TEMPLATE, emit, init, operator_commands, preset, summary
 from protocol.errors import UsageError
+from swarm.cost import parameter_counts
 from swarm.run import ModelShape, Noise
-from swarm.runfile import RunFileError, parameter_counts, parse
+from swarm.runfile import RunFileError, parse
 
 DOCS = Path(__file__).resolve().parent.parent / "docs" / "runfile.md"
 

@@ -42,7 +42,7 @@ def test_nobody_at_the_address(command: str) -> None:
 
 
 def test_unknown_modes_are_refused() -> None:
-    result = CliRunner().invoke(cli, ["generate", "model", "--mode", "denoise"])
+    result = CliRunner().invoke(cli, ["generate", "model", "--mode", "telepathy"])
     assert result.exit_code == 2 and "one-sweep" in result.output
 
 

@@ -14,7 +14,9 @@ from typing import Any
 import numpy as np
 import pytest
 from liar import Lie, liar
+from virtual_time import run_virtually
 
+from node.canary import CanaryWatch
 from node.exchange import Held, ReplicaSettings
 from node.replica import Replica
 from node.replica_service import serve_replica
@@ -49,6 +51,7 @@ class Toy:
         self.goal = (common + np.random.default_rng(seed).normal(size=SIZE) / 10).astype(np.float32)
         self.weights = np.zeros(SIZE, dtype=np.float32)
         self.alive, self.learns = True, True
+        self.evaluations = 0
         self.before_snapshot: Callable[[], Awaitable[None]] | None = None
 
     def train(self) -> None:
@@ -71,6 +74,12 @@ class Toy:
         self._check()
         self.weights = flat.copy()
 
+    async def evaluate(self, flat: Floats) -> float:
+        """How far from the goal: what stands for the CE."""
+        self._check()
+        self.evaluations += 1
+        return float(np.mean((flat - self.goal) ** 2))
+
 
 class Swarm:
     """A network of function calls. A peer that is `down` does not answer."""
@@ -79,6 +88,7 @@ class Swarm:
         self.folder = folder
         self.members: dict[str, Member] = {}
         self.down: set[str] = set()
+        self.last: int | None = None  # the last exchange of the run
         # Not at the very start of a round: whoever is added now takes part from the next one on.
         self.start_s = asyncio.get_running_loop().time() - 0.3 * PERIOD_S
 
@@ -125,10 +135,13 @@ class Member:
         self.entries: list[Entry] = []
         self.moves: list[act.MoveTo] = []
         self.exclusions: list[str] = []
+        self.reasons: list[str] = []
+        self.losses_nats: list[float] = []
+        self.canary: CanaryWatch | None = None
         self.losses: list[str] = []
         self.told_crowded = 0
         self.handlers: dict[type, Any] = {}
-        rules = RoundRules(0.0, PERIOD_S, DeadlineRules(0.15, 0.2), 0.08, 0.07)
+        rules = RoundRules(0.0, PERIOD_S, DeadlineRules(0.15, 0.2), 0.08, 0.07, swarm.last)
         settings = ReplicaSettings(RUN, 0, rules, UpdateCodec("topk:0.1:8", SIZE), 4)
         zero = np.zeros(SIZE, dtype=np.float32)
         self.replica = kind(settings, self.identity, zero, swarm, self, self.toy, swarm.now_s, self)
@@ -172,12 +185,20 @@ class Member:
 
     def stepped(self, entry: Entry) -> None:
         self.entries.append(entry)
+        if self.canary is not None:
+            self.tasks.append(asyncio.create_task(self._look(self.canary)))
+
+    async def _look(self, canary: CanaryWatch) -> None:
+        loss = await canary.look()
+        if loss is not None:
+            self.losses_nats.append(loss)
 
     def moved(self, move: act.MoveTo, before: bytes) -> None:
         self.moves.append(move)
 
-    def excluded(self, peer: str, until_round: int) -> None:
+    def excluded(self, peer: str, until_round: int, reason: str) -> None:
         self.exclusions.append(peer)
+        self.reasons.append(reason)
 
     def weights_lost(self, why: str) -> None:
         self.losses.append(why)
@@ -205,7 +226,7 @@ def run(work: Callable[[Swarm], Awaitable[None]], folder: Path) -> None:
             for member in swarm.members.values():
                 await member.stop()
 
-    asyncio.run(main())
+    run_virtually(main())
 
 
 def same_head(members: list[Member]) -> bool:
@@ -345,23 +366,97 @@ async def with_liar(swarm: Swarm, lie: Lie) -> None:
     swarm.folder.mkdir()
     honest = [swarm.add(name).start() for name in "abc"]
     bad = swarm.add("liar", liar(lie)).start()
-    enough = 14 if lie in (Lie.SIGN_FLIP, Lie.NOISE) else 7
+    enough = 14 if lie in (Lie.SIGN_FLIP, Lie.NOISE, Lie.POISON) else 7
     await swarm.until(lambda: all(m.head.round >= enough for m in honest))
     await swarm.until(lambda: same_head(honest))
     me = bad.replica.me
     rows = [r for m in honest for r in m.reports]
     refused = [why for r in rows for peer, why in r.refused if peer == me]
     parts = [c for m in honest for e in m.entries if (c := e.contribution_of(me))]
-    if lie in (Lie.SCALE, Lie.SIGN_FLIP):
+    if lie in (Lie.SCALE, Lie.SIGN_FLIP, Lie.POISON):
         assert any(c.scale == 0 for c in parts), lie
-    elif lie is not Lie.NOISE:  # noise of an ordinary norm is the rule's known limit
+    elif lie not in (Lie.NOISE, Lie.BIAS):  # of an ordinary norm: the rule's known limit
         assert refused, lie
         assert me in {peer for m in honest for peer in m.exclusions}, lie
+        assert all(why for m in honest for why in m.reasons), lie
     if lie in (Lie.NAN, Lie.MALFORMED, Lie.OVERSIZED, Lie.COPY, Lie.OTHER_BLOCK):
         assert not parts, lie
     goal = np.random.default_rng(0).normal(size=SIZE)
     consensus = to_float(honest[0].replica.consensus.weights)
     assert np.linalg.norm(consensus - goal) < np.linalg.norm(goal), lie
+
+
+def test_after_the_last_exchange_all_end_on_one_consensus_and_hand_it_out(tmp_path: Path) -> None:
+    async def work(swarm: Swarm) -> None:
+        swarm.last = 6
+        first = [swarm.add(name).start() for name in "abc"]
+        await swarm.until(lambda: first[0].replica.state.round >= 9)
+        assert same_head(first) and first[0].head.round == 6
+        assert all(m.reports[-1].round == 6 for m in first)  # nothing is said of later rounds
+        late = swarm.add("late").start()
+        await swarm.until(lambda: late.head == first[0].head)
+        number = late.replica.state.round
+        await swarm.until(lambda: late.replica.state.round >= number + 3)
+        assert same_head([*first, late]) and not late.reports
+
+    run(work, tmp_path)
+
+
+def test_two_that_parted_in_the_last_exchange_end_on_one_consensus(tmp_path: Path) -> None:
+    async def work(swarm: Swarm) -> None:
+        swarm.last = 4
+        a, b = swarm.add("a").start(), swarm.add("b").start()
+        swarm.down = {a.replica.me, b.replica.me}
+        await swarm.until(lambda: min(m.replica.state.round for m in (a, b)) >= 5)
+        assert not same_head([a, b])
+        swarm.down = set()
+        await swarm.until(lambda: same_head([a, b]))
+
+    run(work, tmp_path)
+
+
+def test_the_canary_finds_a_poisoner_that_two_cannot_outvote(tmp_path: Path) -> None:
+    async def work(swarm: Swarm) -> None:
+        honest, bad = swarm.add("a"), swarm.add("liar", liar(Lie.POISON))
+        honest.canary = CanaryWatch(honest.replica, honest.toy.evaluate, time_share=0.0)
+        honest.start()
+        bad.start()
+        await swarm.until(lambda: bool(honest.exclusions))
+        assert honest.exclusions == [bad.replica.me]
+        assert "canary" in honest.reasons[0]
+        worst = honest.losses_nats[-1]
+        assert worst > honest.losses_nats[0]  # two-faced as it was, the rule let it in
+        number = honest.head.round
+        await swarm.until(lambda: honest.head.round >= number + 5)
+        assert honest.head.contribution_of(bad.replica.me) is None
+        assert honest.losses_nats[-1] < 0.95 * worst
+
+    run(work, tmp_path)
+
+
+def test_the_canary_accuses_nobody_of_what_all_do_and_rests_after_it(tmp_path: Path) -> None:
+    async def work(swarm: Swarm) -> None:
+        """Held-out text that is the opposite of what all of them learn."""
+        a, b = swarm.add("a"), swarm.add("b")
+        loop = asyncio.get_running_loop()
+        began_s, measured = loop.time(), []
+
+        async def evaluate(flat: Floats) -> float:
+            await asyncio.sleep(0.05)
+            measured.append(float(np.mean((flat + a.toy.goal) ** 2)))
+            return measured[-1]
+
+        canary = a.canary = CanaryWatch(a.replica, evaluate, time_share=4.0, clock=loop.time)
+        a.start()
+        b.start()
+        await swarm.until(lambda: len(a.losses_nats) >= 20)
+        assert a.losses_nats[-1] > a.losses_nats[0] + 0.5
+        assert len(measured) > len(a.losses_nats)  # it looked into it,
+        assert not a.exclusions  # and found that its own part does the same.
+        assert len(canary.canary.recent) < 8  # Where it stands now is what it watches from then on.
+        assert 0.05 * len(measured) <= (loop.time() - began_s) / 4.0 + 0.5
+
+    run(work, tmp_path)
 
 
 def test_another_peers_update_under_ones_own_name_is_refused(tmp_path: Path) -> None:

@@ -65,7 +65,7 @@ def test_a_replica_that_is_behind_is_not_live() -> None:
         (name(1), 0, True),
         (name(2), 3, False),
     ]
-    assert block.warnings == ["block 0 has 1 live replica, the run wants 2"]
+    assert block.warnings == ["block 0 has 1 live replica, wanted are 2"]
 
 
 def test_the_silent_have_no_say_about_the_head() -> None:
@@ -106,7 +106,7 @@ def test_counts_are_consistent(
     assert block.agree == sum(r.consensus == block.consensus for r in block.replicas)
     assert not rows or block.agree >= 1
     assert (block.live < needed) == any(
-        ("live replica" in w and "wants" in w) or "no live" in w for w in block.warnings
+        ("live replica" in w and "wanted" in w) or "no live" in w for w in block.warnings
     )
     json.dumps(RunStatus("ab", "n", current, 50, (block,)).facts())
 

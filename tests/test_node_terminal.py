@@ -2,9 +2,17 @@
 
 from __future__ import annotations
 
+import fcntl
 import io
+import os
+import pty
+import re
 import signal
+import struct
+import subprocess
 import sys
+import termios
+from contextlib import suppress
 
 import pytest
 
@@ -128,3 +136,68 @@ def test_first_signal_asks_and_second_one_ends(number: signal.Signals) -> None:
         with pytest.raises(KeyboardInterrupt):
             signal.raise_signal(number)
     assert signal.getsignal(number) is before
+
+
+# The live line, on a real pseudo-terminal.
+
+SHOW = """
+import sys
+from node.live_line import fitted
+from node.terminal import LiveLine, say
+parts = [(9, "block 2"), (8, "round 41/120"), (7, "included"), (1, "x" * 200)]
+line = LiveLine(lambda width: fitted(parts, width))
+with line:
+    line.refresh()
+    say("a remark")
+    say("y" * 100)
+    line.refresh()
+say("left")
+"""
+
+
+def on_a_terminal(program: str, columns: int) -> str:
+    """What a program writes to a terminal of this width."""
+    main, side = pty.openpty()
+    fcntl.ioctl(side, termios.TIOCSWINSZ, struct.pack("HHHH", 24, columns, 0, 0))
+    environment = {k: v for k, v in os.environ.items() if k not in ("COLUMNS", "LINES")}
+    child = subprocess.Popen(
+        [sys.executable, "-c", program],
+        stdin=side,
+        stdout=side,
+        stderr=side,
+        env={**environment, "TERM": "xterm"},
+    )
+    os.close(side)
+    written = b""
+    with suppress(OSError):  # the end of a terminal is an error
+        while data := os.read(main, 65536):
+            written += data
+    os.close(main)
+    assert child.wait() == 0, written
+    return written.decode()
+
+
+def screen(written: str) -> list[str]:
+    """The lines that stand there in the end, of a terminal that is wide enough."""
+    rows, row, column = [""], 0, 0
+    for token in re.findall(r"\r|\n|\x1b\[K|[^\r\n\x1b]+", written):
+        if token == "\r":
+            column = 0
+        elif token == "\n":
+            row, column = row + 1, 0
+            rows += [""] * (row + 1 - len(rows))
+        elif token == "\x1b[K":
+            rows[row] = rows[row][:column]
+        else:
+            rows[row] = rows[row][:column].ljust(column) + token + rows[row][column + len(token) :]
+            column += len(token)
+    return rows
+
+
+@pytest.mark.parametrize("columns", [30, 60, 300])
+def test_remarks_stand_above_the_live_line(columns: int) -> None:
+    written = on_a_terminal(SHOW, columns)
+    lines = [part.split("\x1b")[0] for part in re.split(r"[\r\n]+", written)]
+    shown = [line for line in lines if line.startswith("block 2")]
+    assert len(shown) >= 4 and all(len(line) < columns for line in shown)  # never wraps
+    assert screen(written) == ["a remark", "y" * 100, "left", ""]

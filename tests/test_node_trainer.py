@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import asyncio
+import dataclasses
 import os
 import signal
 from collections.abc import AsyncIterator, Coroutine
@@ -13,6 +14,7 @@ from typing import Any
 import numpy as np
 import pytest
 
+from node.data import load_corpus
 from node.trainer import Trainer, TrainerError
 from node.trainer_process import TrainerSettings, followed_blocks
 from swarm.flat import initial_flat
@@ -117,9 +119,12 @@ def test_save_and_load_bring_back_weights_and_momentum(text: str, tmp_path: Path
             await heard.idle.wait()
             await trainer.save(path)
             saved = await trainer.snapshot()
-        async with training(text) as (trainer, _):
+        async with training(text) as (trainer, heard):
             await trainer.load(path)
             assert np.array_equal(await trainer.snapshot(), saved)
+            await trainer.begin_round(4, 2)
+            await heard.idle.wait()
+            assert heard.progress[-1]["steps"] == 2  # what the process before did is not its own
             path.write_bytes(b"no checkpoint")
             with pytest.raises(TrainerError, match="load"):
                 await trainer.load(path)
@@ -152,6 +157,26 @@ def test_bad_data_is_refused_with_its_hint(tmp_path: Path) -> None:
         with pytest.raises(TrainerError, match="nothing"):
             await trainer.start()
         assert trainer.pid is None
+
+    run(check())
+
+
+def test_another_text_than_the_run_names_is_refused(text: str) -> None:
+    async def check() -> None:
+        heard = Heard()
+        right = load_corpus(text).sha256
+        settings = TrainerSettings(RUN.to_dict(), 0, text, "host", "cpu", 1, data_sha256="0" * 64)
+        trainer = Trainer(settings, heard.on_progress, heard.died.set)
+        with pytest.raises(TrainerError) as refused:
+            await trainer.start()
+        # What was found, what was expected, what to type.
+        assert right in refused.value.message and "0" * 64 in refused.value.message
+        assert "--data PATH" in refused.value.hint
+        trainer = Trainer(
+            dataclasses.replace(settings, data_sha256=right), heard.on_progress, heard.died.set
+        )
+        await trainer.start()
+        await trainer.stop()
 
     run(check())
 

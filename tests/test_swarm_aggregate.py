@@ -24,6 +24,7 @@ from swarm.aggregate import (
     exact_dot,
     from_codec,
     norm,
+    norm_limit,
     rounded_mean,
     scaled,
     step_digest,
@@ -148,6 +149,29 @@ def test_finer_units_out_of_range_are_refused(value: int) -> None:
 def test_tiny_updates_cannot_clip_the_others_to_nothing() -> None:
     big, tiny = FixedUpdate(4, None, _ints(1000, 0, 0, 0)), FixedUpdate(4, None, _ints(1, 0, 0, 0))
     assert aggregate([big, tiny], recent_norms=(1000, 1000)).scales == (SCALE_ONE, SCALE_ONE)
+
+
+def test_norms_that_grow_together_are_not_held_back() -> None:
+    """Warm-up: norms grow 40 times in 40 rounds. What senders shrink to keeps up."""
+    norms: list[int] = []
+    for wanted in range(1000, 41000, 1000):
+        limit = norm_limit(norms[-8:])
+        length = wanted if limit is None else min(wanted, limit)
+        both = [FixedUpdate(2, None, _ints(length, 0)), FixedUpdate(2, None, _ints(length, 1))]
+        result = aggregate(both, recent_norms=norms[-8:])
+        assert result.scales == (SCALE_ONE, SCALE_ONE)
+        norms.append(result.median_norm)
+    assert norms[5] > 3000
+    assert norms[20:] == list(range(21000, 41000, 1000))
+
+
+@given(st.lists(st.integers(1, 10**9), min_size=1, max_size=8), st.integers(1, 10**10))
+def test_what_a_sender_shrinks_to_is_never_refused(recent: list[int], others: int) -> None:
+    limit = norm_limit(recent)
+    assert limit is not None
+    short = FixedUpdate(4, None, _ints(0, others, 0, 0))
+    updates = [FixedUpdate(4, None, _ints(0, limit, 0, 0)), short, short]
+    assert aggregate(updates, recent_norms=recent).scales[0] > 0
 
 
 def test_groups_are_weighted_by_their_size() -> None:

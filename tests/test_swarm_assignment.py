@@ -13,6 +13,7 @@ from swarm.assignment import (
     move,
     must_stay,
     needy_rounds_after,
+    several,
 )
 
 ROOMY = HostLimits(10**9, 10**9)
@@ -102,3 +103,19 @@ def test_limits() -> None:
 def test_not_all_of_a_block_leave() -> None:
     mates = ["a", "b", "c", "d"]
     assert sum(must_stay(me, mates, 2) for me in mates) == 2
+
+
+def test_several_workers_of_a_host_take_different_blocks() -> None:
+    views = [BlockView(b, replicas, 100, 0) for b, replicas in enumerate((3, 0, 1, 0))]
+    limits, rng = HostLimits(100, 0), random.Random(1)
+    assert sorted(several(views, limits, [], 2, rng)) == [1, 3]
+    assert several(views, limits, [1, 3], 1, rng) == [2]
+    assert sorted(several(views, limits, [], 4, rng)) == [0, 1, 2, 3]
+    # Only when every block has one of ours does one get a second, the neediest first.
+    assert sorted(several(views, limits, [0, 1, 2, 3], 2, rng)) == [1, 3]
+
+
+def test_several_leaves_out_what_does_not_fit() -> None:
+    views = [BlockView(0, 0, 500, 0), BlockView(1, 9, 100, 0)]
+    assert several(views, HostLimits(100, 0), [], 3, random.Random(1)) == [1, 1, 1]
+    assert several(views, HostLimits(50, 0), [], 3, random.Random(1)) == []

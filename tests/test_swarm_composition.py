@@ -395,3 +395,17 @@ def test_fit_gives_missing_blocks_nothing(tiny_run: MakeRun, tiny_model: MakeMod
     fitted = fit_composition(model, x, y)
     assert fitted.weights[1] == 0.0 and fitted.weights[2] > fitted.weights[0]
     assert honest_ce(fitted, [torch.cat([x, y[:, -1:]], 1)]).block_ce_nats[1] is None
+
+
+def test_fit_leaves_out_what_is_worth_little(tiny_run: MakeRun, tiny_model: MakeModel) -> None:
+    """Of a text that the last block wrote the others know nothing: their weight is spared."""
+    model = tiny_model(tiny_run())
+    x = windows(rows=24)
+    y = written_by(model, 2, x)
+    whole = fit_composition(model, x, y)
+    lean = fit_composition(model, x, y, spare_nats=0.01)
+    assert lean.weights == (0.0, 0.0, 1.0)
+    assert ce_on(lean, x, y) < ce_on(whole, x, y) + 0.01
+    # What is worth something stays.
+    mixed = torch.cat([written_by(model, b, x[8 * b : 8 * b + 8]) for b in range(3)])
+    assert sum(w > 0 for w in fit_composition(model, x, mixed, spare_nats=1e-6).weights) > 1

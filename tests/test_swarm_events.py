@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import ast
 import json
 from dataclasses import fields
 from pathlib import Path
@@ -12,6 +13,7 @@ from hypothesis import strategies as st
 
 from swarm.events import (
     KINDS,
+    NODE_EVENTS,
     EventError,
     MoveEvent,
     NodeEvent,
@@ -78,6 +80,8 @@ def test_unknown_fields_are_ignored() -> None:
         ({"traffic": [{"purpose": "vote", "sent_bytes": -1, "received_bytes": 1}]}, "traffic"),
         ({"local_ce_nats": float("inf")}, "local_ce_nats"),
         ({"included": 1}, "included"),
+        ({"time_s": 10**400}, "time_s"),
+        ({"first_deadline_s": -(10**400)}, "first_deadline_s"),
     ],
 )
 def test_wrong_lines_are_named(change: dict[str, object], named: str) -> None:
@@ -94,6 +98,12 @@ def test_any_other_line_is_refused(line: str) -> None:
         from_line(line)
 
 
+def test_an_integer_of_hundreds_of_digits_is_no_time() -> None:
+    line = to_line(ROUND).replace('"time_s":12.5', '"time_s":1' + 400 * "0")
+    with pytest.raises(EventError, match="time_s"):
+        from_line(line)
+
+
 def test_long_lines_are_refused() -> None:
     with pytest.raises(EventError):
         from_line(" " * 100_000)
@@ -104,3 +114,21 @@ def test_every_field_is_documented() -> None:
     for kind in KINDS.values():
         for f in fields(kind):
             assert f"`{f.name}`" in text, f.name
+    for what in NODE_EVENTS:
+        assert f"`{what}`" in text, what
+
+
+def test_every_event_that_hosts_write_is_in_the_list() -> None:
+    """And so in the documents: whatever stands in the source as the `what` of an event."""
+    place = {"_write_node_event": 0, "tell": 0, "NodeEvent": 2}
+    found: set[object] = set()
+    for path in (Path(__file__).parent.parent / "node").glob("*.py"):
+        for call in ast.walk(ast.parse(path.read_text())):
+            if not isinstance(call, ast.Call):
+                continue
+            name = getattr(call.func, "attr", getattr(call.func, "id", ""))
+            if name in place and len(call.args) > place[name]:
+                what = call.args[place[name]]
+                ways = [what.body, what.orelse] if isinstance(what, ast.IfExp) else [what]
+                found |= {way.value for way in ways if isinstance(way, ast.Constant)}
+    assert found == set(NODE_EVENTS)

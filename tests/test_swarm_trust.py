@@ -36,12 +36,38 @@ def test_a_flood_of_identities_does_not_wash_out_an_exclusion() -> None:
 
 def test_canary() -> None:
     canary = Canary(margin_nats=0.1)
-    for loss in (2.0, 1.9, 1.95, 1.9):
-        canary, alarm = canary.with_loss(loss)
+    for head, loss in ((b"1", 2.0), (b"2", 1.9), (b"3", 1.95), (b"4", 1.91)):
+        canary, alarm = canary.with_loss(head, loss)
         assert not alarm
-    after, alarm = canary.with_loss(2.5)
+    after, alarm = canary.with_loss(b"5", 2.5)
     assert alarm
     assert after == canary  # the bad one is not the new normal
-    assert canary.with_loss(float("nan"))[1]
-    tested = [("good", 1.89), ("bad", 2.4), ("nan", float("nan"))]
-    assert canary.harmful(1.9, tested) == ["bad", "nan"]
+    for odd in (float("nan"), float("inf")):
+        assert canary.with_loss(b"5", odd)[1]
+        assert Canary().with_loss(b"1", odd)[1]
+        assert canary.accepting(b"5", odd).recent == ()
+    # Harm is measured from where the consensus was best, among what can still be made.
+    assert canary.since({b"1", b"2", b"3"}) == (b"2", 1.9)
+    assert canary.since({b"1", b"4"}) == (b"4", 1.91)
+    assert canary.since({b"9"}) is None
+    # Once it was looked into, the next one is measured against what is now.
+    later = canary.accepting(b"5", 2.5)
+    assert not later.with_loss(b"6", 2.55)[1] and later.with_loss(b"6", 2.7)[1]
+
+
+def test_who_is_accused() -> None:
+    canary, nan = Canary(margin_nats=0.1), float("nan")
+    tested = {"me": 1.89, "good": 1.95, "bad": 2.4, "nan": nan}
+    assert canary.harmful(1.9, tested, "me") == ["bad", "nan"]
+    # Nobody is blamed for what our own part does as well,
+    assert canary.harmful(1.9, {**tested, "me": 2.35}, "me") == ["nan"]
+    assert canary.harmful(1.9, {**tested, "me": nan}, "me") == []
+    # nor, without one of our own, the greater part of the others.
+    assert canary.harmful(1.9, {"a": 2.4, "b": 1.9}, "me") == ["a"]
+    assert canary.harmful(1.9, {"a": 2.4, "b": 2.5, "c": 1.9}, "me") == []
+
+
+def test_an_exclusion_has_a_reason() -> None:
+    book = TrustBook(RULES).fault("a", 1, "first").fault("a", 2, "second")
+    assert book.of("a").reason == "second"
+    assert book.exclude("a", 20, "canary").of("a").reason == "canary"

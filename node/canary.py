@@ -1,0 +1,118 @@
+"""The canary, live: the consensus measured on held-out text, and senders tested after a jump.
+
+Decides when to measure and what is handed to `swarm.trust.Canary`, which decides what it means. The
+verdict is an event of the round like any other; whom it excludes is left out by our votes. All of
+it together takes at most a fixed share of the training process's time: after a measurement, or
+after up to 17 of them in an alarm, the canary rests so many times as long.
+"""
+
+from __future__ import annotations
+
+import asyncio
+import logging
+import time
+from collections import Counter
+from collections.abc import Awaitable, Callable, Sequence
+
+import numpy as np
+
+from node.consensus import Consensus
+from node.replica import Replica
+from protocol.identity import peer_from_text
+from swarm import actions as act
+from swarm.aggregate import QUANTUM_BITS, Ints, add_into, scaled, to_float
+from swarm.flat import Floats
+from swarm.groups import MAX_GROUP
+from swarm.log import ConsensusLog, Entry
+from swarm.trust import Canary
+
+_log = logging.getLogger(__name__)
+
+TIME_SHARE = 25  # at most one part in so many of the time goes into measuring
+
+Evaluate = Callable[[Floats], Awaitable[float]]
+
+
+class CanaryWatch:
+    """Watches one replica. `evaluate` is the trainer's: CE of weights on held-out text."""
+
+    def __init__(
+        self,
+        replica: Replica,
+        evaluate: Evaluate,
+        canary: Canary | None = None,
+        time_share: float = TIME_SHARE,
+        clock: Callable[[], float] = time.monotonic,
+    ) -> None:
+        self.replica, self.evaluate, self.clock = replica, evaluate, clock
+        self.canary = canary or Canary()
+        self.time_share = time_share
+        self._rests_until_s = -1.0
+        self._busy = False
+
+    async def look(self) -> float | None:
+        """The CE of the consensus now, or None if it is not time. Raises `TrainerError`."""
+        began_s = self.clock()
+        if self._busy or began_s < self._rests_until_s:
+            return None
+        self._busy = True
+        try:
+            return await self._measure()
+        finally:
+            self._busy = False
+            spent_s = self.clock() - began_s
+            self._rests_until_s = began_s + self.time_share * spent_s
+
+    async def _measure(self) -> float:
+        log, consensus = self.replica.state.log, self.replica.consensus.copy()
+        head = log.head.digest
+        loss_nats = await self.evaluate(to_float(consensus.weights))
+        self.canary, alarm = self.canary.with_loss(head, loss_nats)
+        if alarm:
+            harmful = await self._test(log, consensus)
+            _log.info("CE of the consensus jumped to %.3f: %s", loss_nats, harmful or "nobody")
+            self.canary = self.canary.accepting(head, loss_nats)
+            if harmful:
+                number = self.replica.state.round
+                self.replica.hear(act.CanaryVerdict(number, tuple(harmful)))
+        return loss_nats
+
+    async def _test(self, log: ConsensusLog, consensus: Consensus) -> list[str]:
+        """Who made it worse since it was best: each sender's part alone, on top of that."""
+        after: list[Entry] = []  # newest first
+        reachable = {log.head.digest: tuple(after)}
+        for entry in reversed(log.entries):
+            if entry.digest not in consensus.steps or entry.digest not in consensus.updates:
+                break
+            after.append(entry)
+            reachable[entry.parent] = tuple(after)
+        since = self.canary.since(reachable)
+        if since is None:
+            return []
+        head, before_nats = since
+        undone = reachable[head]
+        base = consensus.before(undone)
+        assert base is not None
+        losses: dict[str, float] = {}
+        for sender in self._suspects(undone):
+            flat = await asyncio.to_thread(_with_part, base, undone, consensus, sender)
+            losses[sender] = await self.evaluate(flat)
+        return self.canary.harmful(before_nats, losses, self.replica.me)
+
+    def _suspects(self, entries: Sequence[Entry]) -> list[str]:
+        """Ourselves first, then those who contributed most; at most a group."""
+        parts = Counter(c.sender for e in entries for c in e.contributions if c.scale > 0)
+        ranked = sorted(parts, key=lambda s: (s != self.replica.me, -parts[s], s))
+        return ranked[:MAX_GROUP]
+
+
+def _with_part(base: Ints, entries: Sequence[Entry], consensus: Consensus, sender: str) -> Floats:
+    """The weights `base` with all that one sender added in these entries."""
+    total, peer = base.copy(), peer_from_text(sender)
+    for entry in entries:
+        included = [c for c in entry.contributions if c.scale > 0]
+        for part, payload in zip(included, consensus.updates[entry.digest], strict=True):
+            if part.sender == sender:
+                update = consensus.codec.decode(payload, consensus.block, entry.round, peer)
+                add_into(total, scaled(update, part.scale))
+    return (total * 2.0**-QUANTUM_BITS).astype(np.float32)

@@ -1,0 +1,108 @@
+"""What a run costs a host: memory, bytes on the wire, disk. Estimates from its run file alone.
+
+For a person who wonders whether to join, and for the choice of a block. Of the costliest block
+unless one is named; they lean to the high side. Decides nothing, measures nothing: a benchmark
+(`benchmarks.join_time`) holds the memory against a real host.
+"""
+
+from __future__ import annotations
+
+import math
+from typing import TYPE_CHECKING
+
+from protocol.codec import CodecId
+from swarm.groups import MAX_GROUP, group_count
+from swarm.run import VOCABULARY, ModelShape, Objective, Run
+
+if TYPE_CHECKING:
+    from swarm.runfile import RunFile
+
+# Two processes with torch, one with hivemind (240 MiB) and one with what AdamW imports (300 MiB),
+# the pages of the libraries that they share (150 MiB), p2pd (64 MiB).
+RUNTIME_BYTES = 750 << 20
+WORKER_BYTES_PER_WEIGHT = 20  # fp32 weights, gradients, two moments of Adam, int32 consensus
+EXCHANGE_BYTES_PER_WEIGHT = 32  # int64 and float64 vectors while an update is made or aggregated
+COPY_BYTES_PER_WEIGHT = 8  # a followed block: its int32 consensus and the fp32 copy that is read
+LAYER_FLOATS_PER_WIDTH = 18  # kept for the backward pass, per byte of context
+HEAD_FLOATS = 2 * VOCABULARY  # the loss of a slice at a time: its logits and their softmax
+SAVED_BYTES_PER_WEIGHT = 2 * 16 + 2 * 4  # a checkpoint and the one that replaces it, two snapshots
+
+
+def block_parameters(run: Run) -> tuple[int, ...]:
+    """Parameters of every block of a run, without building one."""
+    joint = run.model.width + VOCABULARY if run.denoises else 0  # unknown, byte_prior
+    return tuple(n + joint for n in parameter_counts(run.model, run.training.objective))
+
+
+def parameter_counts(shape: ModelShape, objective: Objective) -> tuple[int, ...]:
+    """The same for a shape, without the few that joint denoising adds."""
+    width, layers = shape.width, shape.layers
+    count = VOCABULARY * width + layers * (12 * width**2 + 2 * width)
+    if objective == "edm":
+        count += 2 * width**2 + width + 1  # z_in, denoised_out, log_scale
+        count += (16 + 1) * 64 + (64 + 1) * 4 * layers * width  # the modulation by sigma
+    else:
+        count += VOCABULARY * (width + 1)  # head
+    relay_in = width**2 if shape.relays else 0
+    return (count, *(count + relay_in for _ in range(1, shape.blocks)))
+
+
+def followed_blocks(shape: ModelShape, block: int) -> tuple[int, ...]:
+    """The blocks whose consensus a worker reads besides its own."""
+    before = tuple(range(block)) if shape.relays else ()
+    ahead = shape.coupling == "look_ahead" and block + 1 < shape.blocks
+    return (*before, block + 1) if ahead else before
+
+
+def worker_memory_bytes(runfile: RunFile, block: int | None = None) -> int:
+    """Memory of one worker with everything around it; on a GPU host, of both memories together."""
+    shape, training = runfile.run.model, runfile.run.training
+    counts = block_parameters(runfile.run)
+    if block is None:  # the last two follow the most; one of them trains through the next, too
+        last = shape.blocks - 1
+        return max(worker_memory_bytes(runfile, b) for b in {max(0, last - 1), last})
+    followed = followed_blocks(shape, block)
+    own = counts[block] * (WORKER_BYTES_PER_WEIGHT + EXCHANGE_BYTES_PER_WEIGHT)
+    copies = sum(counts[other] for other in followed) * COPY_BYTES_PER_WEIGHT
+    floats = shape.layers * LAYER_FLOATS_PER_WIDTH * shape.width + HEAD_FLOATS
+    through = 2 if block + 1 in followed else 1
+    activations = 4 * through * floats * training.batch * shape.context
+    return RUNTIME_BYTES + own + copies + activations
+
+
+def expected_update_bytes(runfile: RunFile, block: int | None = None) -> int:
+    """What an update will have; for top-k a kept weight costs its value and the gap before it."""
+    size, codec = runfile.parameters(block), runfile.codec
+    if codec.codec != CodecId.TOPK:
+        return codec.max_bytes(size)
+    kept = codec.max_kept(size)
+    return math.ceil(kept * (math.log2(size / kept) + 1.5 + codec.value_bits) / 8)
+
+
+def expected_step_bytes(runfile: RunFile, replicas: int, block: int | None = None) -> int:
+    """One step of the log: the aggregate of so many updates, whose weights hardly overlap."""
+    dense = 4 * runfile.parameters(block)
+    return min(max(1, replicas) * expected_update_bytes(runfile, block), dense)
+
+
+def expected_gb_per_day(runfile: RunFile, replicas: int, block: int | None = None) -> float:
+    """Both directions, with `replicas` hosts on every block: updates, and the logs it follows.
+
+    Whatever is pulled is served by somebody, so an average host sends as much as it receives.
+    """
+    shape = runfile.run.model
+    worst = shape.blocks - 1 if block is None else block
+    groups = group_count(replicas)
+    members = min(MAX_GROUP, math.ceil(replicas / groups))
+    pulled = max(0, members - 1) * expected_update_bytes(runfile, worst)
+    pulled += (groups - 1) * expected_step_bytes(runfile, members, worst)
+    for other in followed_blocks(shape, worst):
+        pulled += expected_step_bytes(runfile, replicas, other)
+    return 2 * pulled * (86400.0 / runfile.rounds.period_s) / 1e9
+
+
+def disk_bytes(runfile: RunFile, replicas: int, block: int | None = None) -> int:
+    """Checkpoints and the log with its snapshots; without the corpus."""
+    saved = SAVED_BYTES_PER_WEIGHT * runfile.parameters(block)
+    steps = 2 * runfile.exchange.snapshot_every * expected_step_bytes(runfile, replicas, block)
+    return saved + steps

@@ -1,0 +1,217 @@
+"""The swarm without a network, on a toy model: what it exchanges is what a live node would."""
+
+from __future__ import annotations
+
+import sys
+from pathlib import Path
+from types import SimpleNamespace
+from typing import Any
+
+import numpy as np
+import pytest
+
+ROOT = Path(__file__).resolve().parent.parent
+sys.path.insert(0, str(ROOT))  # the benchmarks are no installed package
+
+from benchmarks import attacks, docs, gb_per_nat, lateness, wire_bytes  # noqa: E402
+from benchmarks.exchange import BlockGroup, Diverged, ExchangeRules, ExchangeSwarm  # noqa: E402
+from benchmarks.exchange_rows import run_of  # noqa: E402
+from node.replica import Replica  # noqa: E402
+from protocol.limits import DIGEST_BYTES  # noqa: E402
+from protocol.messages import AnnounceReply  # noqa: E402
+from swarm.aggregate import Rule  # noqa: E402
+from swarm.coupling import upstream_versions  # noqa: E402
+from swarm.feedback import unsent  # noqa: E402
+from swarm.flat import flat_weights  # noqa: E402
+from swarm.run import ModelShape  # noqa: E402
+
+TEXT = np.random.default_rng(0).integers(0, 256, 4096).astype(np.uint8)
+TINY = ModelShape(3, 1, 16, 2, 16)
+TOPK = "topk:0.05:2:overall"
+
+
+def swarm_of(
+    rules: ExchangeRules, replicas: tuple[int, ...] = (1, 2, 1), rounds: int = 6
+) -> ExchangeSwarm:
+    return ExchangeSwarm(run_of(rounds, 2, shape=TINY), replicas, TEXT, rules)
+
+
+def trained(swarm: ExchangeSwarm, rounds: int) -> ExchangeSwarm:
+    for _ in range(rounds):
+        swarm.one_round()
+    swarm.settle()
+    return swarm
+
+
+def rest_of(group: BlockGroup, number: int) -> np.ndarray:
+    member = group.members[number]
+    flying = [sent.own for sent in member.in_flight]
+    return unsent(flat_weights(member.worker.block), group.consensus, flying)
+
+
+@pytest.mark.parametrize("participation", [1.0, 0.5])
+def test_nothing_is_lost_and_nothing_counted_twice(participation: float) -> None:
+    """Uncompressed and alone, all that was learnt is in the consensus once its update got through.
+
+    No step is done during the exchange, so that nothing new can be unsent.
+    """
+    swarm = swarm_of(ExchangeRules("fp32", participation, overlap=0.0), (1, 1, 1))
+    for _ in range(8):
+        swarm.one_round()
+        got_through = [bool(group.members[0].in_flight) for group in swarm.groups]
+        swarm.settle()
+        for group, through in zip(swarm.groups, got_through, strict=True):
+            if through:
+                assert np.abs(rest_of(group, 0)).max() <= 2  # quanta: fp32's own rounding
+
+
+def test_late_updates_are_in_flight_for_as_long() -> None:
+    swarm = trained(swarm_of(ExchangeRules(TOPK, late_rounds=2)), 5)
+    for group in swarm.groups:
+        assert [sent.round for sent in group.members[0].in_flight] == [3, 4]
+        assert len(group.steps) == 3
+
+
+def test_updates_are_encoded_as_the_live_node_encodes_them() -> None:
+    group = trained(swarm_of(ExchangeRules(TOPK)), 3).groups[1]
+    rest = rest_of(group, 0) * 50  # too long: both must shrink it
+    who = group.members[0].peer_id
+    live: Any = SimpleNamespace(
+        settings=SimpleNamespace(codec=group.codec, block=1), identity=SimpleNamespace(peer_id=who)
+    )
+    log: Any = SimpleNamespace(recent_norms=lambda: tuple(group.norms))
+    assert group._encode(rest, 3, who)[0] == Replica.encode(live, rest, log, 3)[0]
+    assert group._encode(rest, 3, who)[0] != group.codec.encode(rest, 1, 3, who)[0]
+
+
+def test_copies_are_the_versions_that_a_live_worker_reads() -> None:
+    swarm = trained(swarm_of(ExchangeRules(TOPK)), 5)
+    upstream, ahead = swarm._read(2)
+    assert ahead is None
+    for block, version in enumerate(upstream_versions(2, 5, staggered=True)):
+        expected = swarm.groups[block].versions[version]
+        assert np.array_equal(flat_weights(upstream[block]), expected)
+    assert swarm._read(0)[1] is not None
+    assert all(len(group.versions) <= TINY.blocks + 2 for group in swarm.groups)
+
+
+def test_bytes_by_purpose() -> None:
+    swarm = swarm_of(ExchangeRules(TOPK))
+    assert swarm._followers == [3, 2, 2]  # blocks 1 and 2 read block 0, 0 and 2 read block 1, ...
+    swarm.one_round()
+    lengths = [len(m.in_flight[0].payload) for m in swarm.groups[1].members]
+    assert swarm.moved.update == sum(map(wire_bytes.pull_bytes, lengths))
+    assert (swarm.moved.relay, swarm.moved.control) == (0, 0)
+    swarm.settle()
+    assert swarm.moved.relay > 2 * sum(lengths)
+    assert swarm.moved.everything == swarm.moved.update + swarm.moved.relay + swarm.moved.control
+
+
+def test_frames_are_counted_whole() -> None:
+    empty = wire_bytes.frame_bytes(AnnounceReply(count=1))
+    assert wire_bytes.frame_bytes(AnnounceReply(count=1), 1000) == empty + 1000 + DIGEST_BYTES
+    assert 0 < wire_bytes.pull_bytes(1000) - 1000 < 500
+    one, two = wire_bytes.follow_bytes([500], 1, 1), wire_bytes.follow_bytes([500, 500], 2, 2)
+    assert one + 500 < two
+    assert wire_bytes.control_bytes(1) < wire_bytes.control_bytes(2) < wire_bytes.control_bytes(4)
+
+
+def test_lies_that_are_refused_change_nothing() -> None:
+    rounds = 9
+    honest = trained(swarm_of(ExchangeRules(TOPK), (1, 3, 1), rounds), rounds)
+    lied = swarm_of(ExchangeRules(TOPK), (1, 4, 1), rounds)
+    liar = lied.groups[attacks.ATTACKED].members[-1]
+    liar.lie = attacks.Liar(attacks.REFUSED, lied)
+    trained(lied, rounds)
+    assert liar.refused == rounds
+    for one, other in zip(honest.groups, lied.groups, strict=True):
+        assert np.array_equal(one.consensus, other.consensus)
+
+
+@pytest.mark.parametrize("lie", attacks.LIES)
+def test_other_lies_are_well_formed(lie: str) -> None:
+    swarm = swarm_of(ExchangeRules(TOPK), (1, 4, 1), 3)
+    liar = swarm.groups[attacks.ATTACKED].members[-1]
+    liar.lie = attacks.Liar(lie, swarm)
+    assert trained(swarm, 3).settled == 3
+    assert liar.refused == 0
+
+
+def test_plain_averaging_takes_what_the_checks_refuse() -> None:
+    rules = ExchangeRules(TOPK, rule=Rule.MEAN, read=attacks.unchecked)
+    swarm = swarm_of(rules, (1, 4, 1), 3)
+    liar = swarm.groups[attacks.ATTACKED].members[-1]
+    liar.lie = attacks.Liar("other block", swarm)
+    trained(swarm, 2)
+    assert (liar.refused, liar.left_out) == (0, 0)
+    liar.lie = attacks.Liar("NaN", swarm)
+    with pytest.raises(Diverged):
+        trained(swarm, 1)
+
+
+def row(name: str, ce: float, mb: float, seed: int = 0, workers: int = 6) -> dict[str, Any]:
+    return {
+        "name": name,
+        "codec": TOPK,
+        "steps_per_round": 3,
+        "rounds": 200,
+        "workers": workers,
+        "seed": seed,
+        "ce": ce,
+        "update_mb": mb,
+        "relay_mb": mb,
+        "everything_mb": 2 * mb,
+        "gb_per_nat": mb / 1e3,
+        "gb_per_nat_updates": mb / 1e3,
+        "curve": [(0, 0, 5.5), (int(mb * 1e6), int(2e6 * mb), ce)],
+    }
+
+
+ROWS = [
+    row("default", 1.75, 2),
+    row("default, seed 1", 1.77, 2, seed=1),
+    row("dense fp32", 1.74, 400),
+    row("int8", 1.78, 100),
+    row("one worker a block", 1.76, 0, workers=4),
+    row("one worker a block, seed 1", 1.77, 0, seed=1, workers=4),
+]
+
+
+def test_figures_of_gb_per_nat() -> None:
+    found = gb_per_nat.figures(ROWS)
+    assert found["update_bytes_ratio"] == 200
+    assert found["update_bytes_ratio_int8"] == 50
+    assert found["ce_six_workers"] == pytest.approx(1.76)
+    assert found["ce_one_per_block"] == pytest.approx(1.765)
+    assert found["ce_spread"] == pytest.approx(0.02)
+    assert gb_per_nat.pareto(ROWS) == ["default", "dense fp32"]
+    assert gb_per_nat.figures([]) == {}
+
+
+def test_page_of_gb_per_nat(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    pytest.importorskip("matplotlib")
+    monkeypatch.setattr(docs, "PLOTS", tmp_path / "plots")
+    monkeypatch.setattr(docs, "PAGE", tmp_path / "benchmarks.md")
+    table, plot = docs.exchange_table(ROWS), docs.exchange_plot(ROWS)
+    assert len(table) == len(ROWS) + 4
+    assert plot[-1].endswith("(plots/gb_per_nat.png)")
+    assert (tmp_path / "plots" / "gb_per_nat.png").stat().st_size > 1000
+
+
+def test_figures_of_attacks_and_lateness() -> None:
+    rows: list[dict[str, Any]] = [
+        {"name": "without the liar", "ce": 2.0},
+        {"name": "our rule, sign flip", "ce": 2.01},
+        {"name": "our rule, 4 honest", "ce": 2.5},
+        {"name": "plain, sign flip", "ce": 3.0},
+    ]
+    found = attacks.figures(rows)
+    assert found["worst_ce_gap"] == pytest.approx(0.01)
+    assert found["worst_ce_gap_plain"] == pytest.approx(1.0)
+    assert lateness.figures([{"name": "1 round late", "ce": 2.0}]) == {"ce_1_late": 2.0}
+
+
+def test_a_row_is_measured_again_when_its_size_changes() -> None:
+    for module in (attacks, lateness, gb_per_nat):
+        keys = [v.key for quick in (True, False) for v in module.variants(quick)]
+        assert len(set(keys)) == len(keys)

@@ -1,0 +1,98 @@
+"""The process that trains, started early: it waits, takes one order, and is never left behind."""
+
+from __future__ import annotations
+
+import os
+import signal
+import subprocess
+import sys
+import time
+from collections.abc import Callable, Iterator
+from pathlib import Path
+
+import numpy as np
+import pytest
+
+from node import spare_process
+from node.trainer_process import shared_bytes, shared_weights
+
+LIMIT_S = 90.0
+
+
+def until(condition: Callable[[], bool]) -> None:
+    end_s = time.monotonic() + LIMIT_S
+    while not condition():
+        assert time.monotonic() < end_s
+        time.sleep(0.05)
+
+
+@pytest.fixture(autouse=True)
+def _none_left() -> Iterator[None]:
+    yield
+    spare_process.discard()
+
+
+def test_a_spare_is_taken_once() -> None:
+    spare_process.prepare()
+    spare_process.prepare()  # one is enough
+    first = spare_process.take()
+    second = spare_process.take()
+    assert first[0].pid != second[0].pid and first[0].is_alive() and second[0].is_alive()
+    second[0].kill()
+    second[0].join(LIMIT_S)
+    first[1].close()  # nobody wants it: it ends by itself
+    first[0].join(LIMIT_S)
+    assert first[0].exitcode == 0
+    second[1].close()
+
+
+def test_a_dead_spare_is_replaced() -> None:
+    spare_process.prepare()
+    started = spare_process._spare
+    assert started is not None and started[0].pid is not None
+    dead = started[0].pid
+    os.kill(dead, signal.SIGKILL)
+    started[0].join(LIMIT_S)
+    process, connection = spare_process.take()
+    assert process.pid != dead and process.is_alive()
+    connection.close()
+    process.kill()
+    process.join(LIMIT_S)
+
+
+def test_the_shared_memory_is_the_same_on_both_sides() -> None:
+    sizes = {0: 5, 2: 7}
+    fd, memory = spare_process.anonymous_memory(shared_bytes(10, sizes))
+    try:
+        ours = shared_weights(memory, 10, sizes)
+        import mmap
+
+        theirs = shared_weights(mmap.mmap(fd, 0), 10, sizes)
+        ours.out[:] = 1.0
+        ours.copies[2][:] = np.arange(7)
+        assert theirs.out.tolist() == [1.0] * 10 and theirs.scratch.tolist() == [0.0] * 10
+        assert theirs.copies[2].tolist() == list(range(7)) and theirs.copies[0].sum() == 0
+    finally:
+        os.close(fd)
+
+
+def test_a_spare_ends_with_its_killed_owner() -> None:
+    code = (
+        "from node import spare_process as s; import time\n"
+        "if __name__ == '__main__':\n"
+        "    s.prepare(); print(s._spare[0].pid, flush=True); time.sleep(600)\n"
+    )
+    owner = subprocess.Popen([sys.executable, "-c", code], stdout=subprocess.PIPE, text=True)
+    assert owner.stdout is not None
+    pid = int(owner.stdout.readline())
+    owner.kill()
+    owner.wait()
+    owner.stdout.close()
+    until(lambda: not Path(f"/proc/{pid}").exists() or _is_zombie(pid))
+
+
+def _is_zombie(pid: int) -> bool:
+    try:
+        return Path(f"/proc/{pid}/stat").read_text().rpartition(")")[2].split()[0] == "Z"
+    except OSError:
+        return True
