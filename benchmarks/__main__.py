@@ -10,7 +10,19 @@ import sys
 
 from benchmarks import docs
 
-ALL = ("codec", "transport", "footprint", "gb_per_nat", "quality")
+ALL = (
+    "codec",
+    "transport",
+    "footprint",
+    "averaging",
+    "node",
+    "join_time",
+    "lateness",
+    "attacks",
+    "gb_per_nat",
+    "sweep",
+    "quality",
+)
 
 
 def main() -> None:
@@ -18,7 +30,8 @@ def main() -> None:
     for name in ALL:
         print(f"--- {name}", flush=True)
         command = [sys.executable, "-m", f"benchmarks.{name}", *sys.argv[1:]]
-        if subprocess.run(command, check=False).returncode:
+        # 77: this machine lacks the rights for it, and it has said so.
+        if subprocess.run(command, check=False).returncode not in (0, 77):
             failed.append(name)
     docs.main()
     if failed:

@@ -5,6 +5,8 @@ from __future__ import annotations
 import json
 from typing import Any
 
+from benchmarks import sweep_table
+from benchmarks.gb_per_nat import pareto
 from benchmarks.harness import RESULTS, ROOT
 
 PAGE = ROOT / "docs" / "benchmarks.md"
@@ -43,6 +45,12 @@ def section(result: dict[str, Any]) -> list[str]:
     lines += [f"| {name} | {value:.6g} |" for name, value in result["figures"].items()]
     if result["name"] == "quality":
         lines += ["", *quality_table(result["rows"]), *quality_plot(result["rows"])]
+    elif result["name"] == "gb_per_nat":
+        lines += ["", *exchange_table(result["rows"]), *exchange_plot(result["rows"])]
+    elif result["name"] == "sweep":
+        sweep_table.plot(result["rows"], PLOTS / "sweep.png")
+        lines += ["", *sweep_table.tables(result["rows"])]
+        lines += ["", "![Seconds per output over RTT](plots/sweep.png)"]
     else:
         lines += ["", *plain_table(result["rows"])]
     return lines
@@ -53,7 +61,7 @@ def plain_table(rows: list[dict[str, Any]]) -> list[str]:
     lines: list[str] = []
     shapes: dict[tuple[str, ...], list[dict[str, Any]]] = {}
     for row in rows:
-        shown = {k: v for k, v in row.items() if isinstance(v, int | float | str)}
+        shown = {k: v for k, v in row.items() if k != "key" and isinstance(v, int | float | str)}
         shapes.setdefault(tuple(shown)[:MAX_COLUMNS], []).append(shown)
     for columns, group in shapes.items():
         lines += [
@@ -116,6 +124,55 @@ def quality_plot(rows: list[dict[str, Any]]) -> list[str]:
     figure.savefig(path, dpi=110)
     plt.close(figure)
     return ["", f"![CE over bytes seen]({path.relative_to(PAGE.parent)})"]
+
+
+def exchange_table(rows: list[dict[str, Any]]) -> list[str]:
+    best = pareto(rows)
+    lines = [
+        "MB of all hosts together. `updates`: among the replicas of a block; `all`: with what "
+        "workers fetch of other blocks' logs (`relay`), votes and records (estimated). Pareto: no "
+        "other row of these six workers has fewer bytes and a lower CE.",
+        "",
+        "| row | codec | steps a round | rounds | workers | seed | CE | updates | relay | all | "
+        "GB per nat | Pareto |",
+        "| " + "--- | " * 12,
+    ]
+    for row in rows:
+        cells = [
+            *(row[k] for k in ("name", "codec", "steps_per_round", "rounds", "workers", "seed")),
+            f"{row['ce']:.4f}",
+            *(f"{row[k]:.1f}" for k in ("update_mb", "relay_mb", "everything_mb")),
+            f"{row['gb_per_nat']:.4f}",
+            "yes" if row["name"] in best else "",
+        ]
+        lines.append("| " + " | ".join(map(str, cells)) + " |")
+    return lines
+
+
+def exchange_plot(rows: list[dict[str, Any]]) -> list[str]:
+    """CE over bytes moved, updates alone and everything, for seed 0."""
+    import matplotlib
+
+    matplotlib.use("Agg")
+    from matplotlib import pyplot as plt
+
+    PLOTS.mkdir(parents=True, exist_ok=True)
+    figure, both = plt.subplots(1, 2, figsize=(11, 5), sharey=True)
+    for place, (axes, what) in enumerate(zip(both, ("updates", "everything"), strict=True)):
+        for row in rows:
+            points = [(p[place] / 1e9, p[2]) for p in row["curve"] if p[place] > 0]
+            if row["seed"] == 0 and points:
+                axes.plot(*zip(*points, strict=True), ".-", label=row["name"], lw=1)
+        axes.set_xscale("log")
+        axes.set_xlabel(f"GB moved by all hosts: {what}")
+        axes.grid(alpha=0.3)
+    both[0].set_ylabel("honest CE, nats per byte (16 kB of valid)")
+    both[1].legend(fontsize=7)
+    path = PLOTS / "gb_per_nat.png"
+    figure.tight_layout()
+    figure.savefig(path, dpi=110)
+    plt.close(figure)
+    return ["", f"![CE over GB moved]({path.relative_to(PAGE.parent)})"]
 
 
 def _cell(value: Any) -> str:

@@ -1,30 +1,43 @@
 """A swarm's learning with no network: real workers, codecs, aggregation and error feedback.
 
-What `gb_per_nat` and `lateness` share. Every worker trains on its own stream of windows and reads
-other blocks as copies of their consensus, in the versions that a live host would have; at a round's
-end updates are encoded, decoded, aggregated and applied by the code that the live node runs, so the
-bytes of updates are exact. Deadlines and loss are not simulated but chosen: which share of updates
-arrives in time, and how many rounds late they are.
+What `gb_per_nat`, `attacks` and `lateness` share. Every worker trains on its own stream of windows
+and reads other blocks as copies of their consensus, in the versions that a live host would have. At
+a round's end updates are encoded as the live node does; while they are exchanged training goes on
+with the old copies; then what arrived is decoded, aggregated and applied as a correction. Deadlines
+and loss are not simulated but chosen: which share of the updates is in time, how many rounds late
+they are, and who lies. Bytes are those of `benchmarks.wire_bytes`.
 """
 
 from __future__ import annotations
 
+import math
 import random
 from collections import deque
+from collections.abc import Callable, Sequence
 from dataclasses import dataclass, field
 
 import numpy as np
+import numpy.typing as npt
 import torch
 
+from benchmarks.wire_bytes import control_bytes, follow_bytes, pull_bytes
+from node.consensus import TREND_ROUNDS
+from node.trainer_process import followed_blocks
 from node.windows import WindowStream, stream_seed
+from protocol.errors import BlockswarmError, WireError
 from swarm.aggregate import (
     QUANTUM_BITS,
+    SCALE_ONE,
     FixedUpdate,
     Ints,
+    Rule,
     add_into,
     aggregate,
     apply_step,
+    clip_scale,
     compact,
+    norm,
+    norm_limit,
     scaled,
     to_fixed,
     to_float,
@@ -36,43 +49,91 @@ from swarm.flat import Floats, add_flat, flat_weights, load_flat
 from swarm.local import frozen_copy
 from swarm.model import Block
 from swarm.run import Run
-from swarm.updates import UpdateCodec
+from swarm.runfile import scheduled_steps
+from swarm.updates import UpdateCodec, update_digest
 from swarm.worker import BlockWorker, initial_block
 
 CPU = torch.device("cpu")
-SENDER = bytes(38)
-WINDOW = 8
+NORM_ROUNDS, SCORE_ROUNDS = 8, 7  # what `ConsensusLog` remembers for the rule
+
+# What a liar sends instead: (codec, what is unsent, block, round, sender, its honest payload).
+Lie = Callable[[UpdateCodec, Ints, int, int, bytes, bytes], bytes]
+# How a receiver reads a payload: (codec, payload, block, round, sender). `checked` is the node's.
+Reader = Callable[[UpdateCodec, bytes, int, int, bytes], FixedUpdate]
+
+
+class Diverged(BlockswarmError):
+    """Weights that are not numbers: nothing is left to measure."""
+
+
+def checked(codec: UpdateCodec, payload: bytes, block: int, round_: int, who: bytes) -> FixedUpdate:
+    return codec.decode(payload, block, round_, who)
 
 
 @dataclass(frozen=True)
 class ExchangeRules:
-    """What is exchanged, and what arrives."""
+    """What is exchanged, what arrives, and how it is read and combined."""
 
     codec: str
-    participation: float = 1.0
-    late_rounds: int = 0
+    participation: float = 1.0  # the share of updates that is in time; the others are left out
+    late_rounds: int = 0  # a round's updates reach the consensus so many rounds later
+    overlap: float = 0.2  # the share of a round's steps that is done while updates are exchanged
+    rule: Rule = Rule.AGREE
+    read: Reader = checked
+
+    def overlap_steps(self, steps: int) -> int:
+        return min(steps, math.ceil(self.overlap * steps))
 
 
-@dataclass
+@dataclass(frozen=True, eq=False)
+class Sent:
+    """An update on its way: what its maker keeps of it, and what it sent."""
+
+    member: Member
+    round: int
+    due: int
+    own: FixedUpdate
+    payload: bytes
+
+
+@dataclass(eq=False)
 class Member:
     """One worker of a block."""
 
-    name: str
+    peer_id: bytes
     worker: BlockWorker
     stream: WindowStream
-    in_flight: deque[tuple[int, FixedUpdate]] = field(default_factory=deque)  # due round, update
-    scores: deque[int] = field(default_factory=lambda: deque(maxlen=7))
+    lie: Lie | None = None
+    in_flight: list[Sent] = field(default_factory=list)
+    scores: deque[int] = field(default_factory=lambda: deque(maxlen=SCORE_ROUNDS))
+    refused: int = 0
+    left_out: int = 0
     position: int = 0
+
+
+@dataclass
+class Moved:
+    """Bytes of all hosts since the start, by purpose. `control` is an estimate."""
+
+    update: int = 0
+    relay: int = 0
+    control: int = 0
+
+    @property
+    def everything(self) -> int:
+        return self.update + self.relay + self.control
 
 
 class BlockGroup:
     """The replicas of one block and their consensus."""
 
-    def __init__(self, run: Run, block: int, replicas: int, text: np.ndarray, rules: ExchangeRules):
-        self.block = block
+    def __init__(
+        self, run: Run, block: int, replicas: int, text: npt.NDArray[np.uint8], rules: ExchangeRules
+    ) -> None:
+        self.block, self.rules = block, rules
         self.members = [
             Member(
-                f"{block}/{number}",
+                bytes([number]) * 38,
                 BlockWorker(run, block, CPU),
                 WindowStream(
                     text,
@@ -85,123 +146,167 @@ class BlockGroup:
         ]
         self.consensus = to_fixed(flat_weights(self.members[0].worker.block))
         self.codec = UpdateCodec(rules.codec, len(self.consensus))
-        self.norms: deque[int] = deque(maxlen=WINDOW)
-        self.steps: deque[FixedUpdate] = deque(maxlen=WINDOW)
-        self.versions: list[Floats] = [to_float(self.consensus)]
-        self.update_bytes: list[int] = []  # of every update that was sent, this round
+        self.norms: deque[int] = deque(maxlen=NORM_ROUNDS)
+        self.steps: deque[FixedUpdate] = deque(maxlen=TREND_ROUNDS)
+        self.versions: dict[int, Floats] = {0: to_float(self.consensus)}
 
-    def exchange(self, number: int, rules: ExchangeRules, rng: random.Random) -> None:
-        """One round's end: encode what is unsent, aggregate what has arrived, correct all."""
-        self.update_bytes = []
-        arrived: list[tuple[Member, FixedUpdate]] = []
+    def make_updates(self, number: int, rng: random.Random) -> list[int]:
+        """The round's end: every replica sends what is unsent. The lengths of the payloads."""
+        lengths = []
         for member in self.members:
-            rest = unsent(
-                flat_weights(member.worker.block), self.consensus, [u for _, u in member.in_flight]
-            )
-            payload, update = self.codec.encode(rest, self.block, number, SENDER)
-            self.update_bytes.append(len(payload))
-            if rng.random() < rules.participation:
-                member.in_flight.append((number + rules.late_rounds, update))
-            while member.in_flight and member.in_flight[0][0] <= number:
-                arrived.append((member, member.in_flight.popleft()[1]))
-        if arrived:
-            self._apply(arrived)
-        self.versions.append(to_float(self.consensus))
+            running = flat_weights(member.worker.block)
+            if not np.isfinite(running).all():
+                raise Diverged(f"a replica of block {self.block} diverged in round {number}")
+            rest = unsent(running, self.consensus, [sent.own for sent in member.in_flight])
+            payload, own = self._encode(rest, number, member.peer_id)
+            if member.lie is not None:
+                payload = member.lie(self.codec, rest, self.block, number, member.peer_id, payload)
+            lengths.append(len(payload))
+            if rng.random() < self.rules.participation:  # else it stays unsent, as live
+                due = number + self.rules.late_rounds
+                member.in_flight.append(Sent(member, number, due, own, payload))
+        return lengths
 
-    def _apply(self, arrived: list[tuple[Member, FixedUpdate]]) -> None:
-        trend: Ints | None = None
+    def _encode(self, rest: Ints, number: int, peer_id: bytes) -> tuple[bytes, FixedUpdate]:
+        """As `node.replica.Replica.encode`: no longer than what the others would take."""
+        payload, update = self.codec.encode(rest, self.block, number, peer_id)
+        limit = None if self.rules.rule is Rule.MEAN else norm_limit(tuple(self.norms))
+        scale = SCALE_ONE if limit is None else clip_scale(norm(update), limit)
+        if scale < SCALE_ONE:
+            payload, update = self.codec.encode((rest * scale) >> 16, self.block, number, peer_id)
+        return payload, update
+
+    def settle(self, number: int) -> tuple[list[int], int]:
+        """The end of an exchange: combine what arrived, correct the running weights.
+
+        The lengths of the payloads that went in, and how many updates the log's entry names.
+        """
+        due: list[tuple[Sent, FixedUpdate]] = []
+        for member in self.members:
+            for sent in [s for s in member.in_flight if s.due <= number]:
+                member.in_flight.remove(sent)
+                read, who = self.rules.read, member.peer_id
+                try:
+                    due.append((sent, read(self.codec, sent.payload, self.block, sent.round, who)))
+                except WireError:
+                    member.refused += 1
+        due.sort(key=lambda pair: update_digest(pair[0].payload))
+        included = self._combine(due) if due else []
+        self.versions[number + 1] = to_float(self.consensus)
+        return included, len(due)
+
+    def _combine(self, due: list[tuple[Sent, FixedUpdate]]) -> list[int]:
+        trend = None
         if self.steps:
-            trend = np.zeros(len(self.consensus), dtype=np.int64)
-            for made in self.steps:
-                add_into(trend, made)
+            total = np.zeros(len(self.consensus), dtype=np.int64)
+            for step in self.steps:
+                add_into(total, step)
+            trend = compact(total)
         result = aggregate(
-            [update for _, update in arrived],
-            recent_norms=list(self.norms),
-            trend=None if trend is None else compact(trend),
-            past_scores=[list(member.scores) for member, _ in arrived],
+            [update for _, update in due],
+            rule=self.rules.rule,
+            recent_norms=self.norms,
+            trend=trend,
+            past_scores=[tuple(sent.member.scores) for sent, _ in due],
         )
         self.consensus, made = apply_step(self.consensus, result.delta)
         self.norms.append(result.median_norm)
         self.steps.append(made)
-        scores = result.scores or (0,) * len(arrived)
-        settled = {id(m): (u, s) for (m, u), s in zip(arrived, result.scales, strict=True)}
-        for (member, _), score in zip(arrived, scores, strict=True):
-            member.scores.append(score)
+        for (sent, _), score in zip(due, result.scores, strict=False):  # none with a plain mean
+            sent.member.scores.append(score)
+        own: dict[int, list[FixedUpdate]] = {}
+        for (sent, _), scale in zip(due, result.scales, strict=True):
+            sent.member.left_out += scale == 0
+            if scale:  # what a liar takes out of its weights is what it should have sent
+                own.setdefault(id(sent.member), []).append(scaled(sent.own, scale))
         for member in self.members:
             change = made.dense().copy()
-            if id(member) in settled:
-                update, scale = settled[id(member)]
-                add_into(change, scaled(update, scale), -1)
+            for part in own.get(id(member), []):
+                add_into(change, part, -1)
             add_flat(member.worker.block, (change * 2.0**-QUANTUM_BITS).astype(np.float32))
+        counted = zip(due, result.scales, strict=True)
+        return [len(sent.payload) for (sent, _), scale in counted if scale]
 
 
 class ExchangeSwarm:
     """All blocks. `replicas[b]` workers train block b."""
 
     def __init__(
-        self, run: Run, replicas: list[int], text: np.ndarray, rules: ExchangeRules
+        self,
+        run: Run,
+        replicas: Sequence[int],
+        text: npt.NDArray[np.uint8],
+        rules: ExchangeRules,
     ) -> None:
         self.run, self.rules = run, rules
         self.groups = [BlockGroup(run, b, n, text, rules) for b, n in enumerate(replicas)]
         self.rng = random.Random(run.seed)
-        self.round = 0
-        self.update_bytes = 0  # pulled by the other replicas
-        self.relay_bytes = 0  # fetched by the workers of other blocks that follow the log
+        self.round = 0  # that is trained next
+        self.settled = 0  # exchanges that are over: the newest version
+        self.moved = Moved()
         self._copies = [frozen_copy(initial_block(run, b)) for b in range(len(replicas))]
+        followed = [followed_blocks(run, b) for b in range(len(replicas))]
+        self._followers = [
+            sum(n for n, read in zip(replicas, followed, strict=True) if block in read)
+            for block in range(len(replicas))
+        ]
 
     def one_round(self) -> None:
-        """Train, exchange, count."""
-        steps = self.run.training.steps_per_round
+        """Train on while the last round's updates are exchanged, settle, train, send."""
+        training = self.run.training
+        first, steps = scheduled_steps(training, self.round), training.steps_in_round(self.round)
+        overlap = self.rules.overlap_steps(steps) if self.round else 0
+        self._train(first, overlap)
+        self.settle()
+        self._train(first + overlap, steps - overlap)
+        for group in self.groups:
+            lengths = group.make_updates(self.round, self.rng)
+            others = len(group.members) - 1
+            self.moved.update += others * sum(map(pull_bytes, lengths))
+        self.round += 1
+
+    def settle(self) -> None:
+        """End the exchange that is under way, if there is one."""
+        if self.settled == self.round:
+            return
+        for group, followers in zip(self.groups, self._followers, strict=True):
+            included, agreed = group.settle(self.settled)
+            replicas = len(group.members)
+            self.moved.relay += followers * follow_bytes(included, agreed, replicas)
+            self.moved.control += control_bytes(replicas)
+            for version in [v for v in group.versions if v < self.round - len(self.groups)]:
+                del group.versions[version]
+        self.settled += 1
+
+    def _train(self, first: int, steps: int) -> None:
         for group in self.groups:
             upstream, ahead = self._read(group.block)
             for member in group.members:
-                self._train(member, upstream, ahead, steps)
-        for group in self.groups:
-            group.exchange(self.round, self.rules, self.rng)
-            total = sum(group.update_bytes)
-            others = len(group.members) - 1
-            self.update_bytes += total * others
-            self.relay_bytes += total * self._followers(group.block)
-        self.round += 1
-
-    def _train(
-        self, member: Member, upstream: list[Block], ahead: Block | None, steps: int
-    ) -> None:
-        member.worker.steps_done = self.round * steps
-        for _ in range(steps):
-            windows = torch.from_numpy(member.stream.batch_at(member.position)).long()
-            member.position += 1
-            member.worker.step(windows[:, :-1], windows[:, 1:], upstream, ahead)
+                member.worker.steps_done = first
+                for _ in range(steps):
+                    windows = torch.from_numpy(member.stream.batch_at(member.position)).long()
+                    member.position += 1
+                    member.worker.step(windows[:, :-1], windows[:, 1:], upstream, ahead)
 
     def _read(self, block: int) -> tuple[list[Block], Block | None]:
-        """The copies that the workers of a block read in this round."""
-        if not self.run.model.relays:
+        """The copies that the workers of a block read now (see `node.copies.Copies.wanted`)."""
+        run = self.run
+        if not run.model.relays:
             return [], None
-        staggered = self.run.training.staggered
-        wanted = upstream_versions(block, self.round, staggered)
+        wanted = upstream_versions(block, self.settled, run.training.staggered)
         upstream = [self._copy(before, version) for before, version in enumerate(wanted)]
-        ahead = None
-        if self.run.model.coupling == "look_ahead" and block + 1 < len(self.groups):
-            ahead = self._copy(block + 1, self.round)
-        return upstream, ahead
+        looks = run.model.coupling == "look_ahead" and block + 1 < len(self.groups)
+        return upstream, self._copy(block + 1, self.settled) if looks else None
 
     def _copy(self, block: int, version: int) -> Block:
         copy = self._copies[block]
         load_flat(copy, self.groups[block].versions[version])
         return copy
 
-    def _followers(self, block: int) -> int:
-        """How many workers of other blocks read this one."""
-        if not self.run.model.relays:
-            return 0
-        later = sum(len(group.members) for group in self.groups[block + 1 :])
-        before = len(self.groups[block - 1].members) if block else 0
-        return later + (before if self.run.model.coupling == "look_ahead" else 0)
-
     def assembled(self) -> ComposedModel:
         """The model that an assembler would get now."""
         staggered = self.run.model.relays and self.run.training.staggered
-        versions = composed_versions(len(self.groups), self.round, staggered)
+        versions = composed_versions(len(self.groups), self.settled, staggered)
         blocks: list[Block] = []
         for group, version in zip(self.groups, versions, strict=True):
             block = frozen_copy(self._copies[group.block])

@@ -1,0 +1,368 @@
+"""Averaging the same vectors among the same number of processes: ours beside hivemind's.
+
+Real processes, each with its own p2pd, on loopback. Both systems are up at the same time and take
+turns, so that a slow moment of the machine hits both; the first rounds of each are not counted.
+
+    ours        node.replica with node.exchange: announce, pull, vote, aggregate in integers,
+                correct the weights. From the opening of the exchange until the last peer's weights
+                follow.
+    hivemind    DecentralizedAverager. From the start of the all-reduce until the last peer's
+                tensors are averaged. Its matchmaking (finding the group) comes before that: it
+                stands in `matchmaking_s` and counts neither in `seconds` nor in any figure.
+
+Two links. Loopback as it is: no link at all, so the round takes as long as the CPU of all peers
+together on this machine's cores. And loopback held to 100 Mbit/s per peer (in all, not each), which
+is nearer to what hosts have at home.
+
+Bytes per peer: what the loopback device of a network namespace of their own carried during a round,
+with all headers, divided by the peers. The same for both; our own ledger's count stands beside it.
+Error: relative L2 distance to the true mean of the vectors. Top-k sends the largest 2 % at once and
+the rest later (error feedback), so its error after one round says how much of the mean is still to
+come; with the dense codecs it is the codec's error.
+
+Killed: one of four is killed (-9, with its p2pd) in the middle of a round, and the error is against
+the mean of the survivors. Ours dies when half of its update is sent; hivemind's after half of the
+time that its all-reduce usually takes.
+"""
+
+from __future__ import annotations
+
+import asyncio
+import json
+import statistics
+import tempfile
+from collections.abc import Sequence
+from pathlib import Path
+from typing import Any
+
+import numpy as np
+
+from benchmarks import harness
+from benchmarks.averaging_swarm import START_S, Peers, hold_to, namespace, peers, soon_s
+from protocol.codec import DEFAULT_CODEC
+
+MB = 1_000_000
+SEED = 0
+DENSE = "int8"
+EIGHT_BIT = "uniform8"
+OUR_CODECS = (DEFAULT_CODEC, DENSE)
+THEIR_CODECS = ("fp16", EIGHT_BIT)
+LINKS_MBIT = (None, 100)  # per peer
+# In timed rounds nobody is late: the deadline is far away, and a round ends when all votes are in.
+PATIENT = {
+    "floor_s": 300.0,
+    "ceiling_s": 300.0,
+    "window_s": 60.0,
+    "matchmaking_s": 5.0,
+    "sender_timeout_s": 60.0,
+}
+# With a dead peer the deadline decides: ours is the adaptive one, hivemind's its timeouts.
+HASTY = {
+    "floor_s": 1.0,
+    "ceiling_s": 60.0,
+    "window_s": 2.0,
+    "matchmaking_s": 5.0,
+    "sender_timeout_s": 3.0,
+}
+
+
+# --- the vectors
+
+
+def make_vectors(folder: Path, count: int, size: int) -> list[Path]:
+    """Rows of 1000 with scales of their own; a common part and one of each peer, equally large."""
+    common_rng = np.random.default_rng(SEED)
+    scales = np.exp(0.5 * common_rng.standard_normal(size // 1000)).astype(np.float32)
+    common = common_rng.standard_normal(size, dtype=np.float32)
+    paths = []
+    for index in range(count):
+        own = np.random.default_rng((SEED, index)).standard_normal(size, dtype=np.float32)
+        vector = ((common + own).reshape(-1, 1000) * scales[:, None] * np.float32(0.01)).ravel()
+        paths.append(folder / f"{size}-{index}.npy")
+        np.save(paths[-1], vector)
+    return paths
+
+
+def mean_of(paths: Sequence[Path], name: str) -> Path:
+    total = np.zeros(np.load(paths[0], mmap_mode="r").shape, dtype=np.float64)
+    for path in paths:
+        total += np.load(path)
+    mean = paths[0].with_name(f"{name}.npy")
+    np.save(mean, (total / len(paths)).astype(np.float32))
+    return mean
+
+
+# --- rounds
+
+
+async def warm_up(ours: Peers, codec: str, vectors: Sequence[Path]) -> None:
+    """The first round, in which the replicas find each other."""
+    await ours.load(codec, vectors)
+    await ours.tell_all({"op": "collect", "codec": codec})
+    await ours.tell_all({"op": "decide", "codec": codec})
+
+
+async def our_round(ours: Peers, codec: str, vectors: Sequence[Path], mean: Path) -> dict[str, Any]:
+    await ours.load(codec, vectors)
+    before = await ours.tell_all({"op": "counters", "codec": codec})
+    cpu_s = ours.cpu_s()
+    told = await ours.tell_all({"op": "go", "codec": codec, "at_s": soon_s()})
+    cpu_s = ours.cpu_s() - cpu_s
+    after = await ours.tell_all({"op": "counters", "codec": codec})
+    checks = await ours.tell_all({"op": "check", "codec": codec, "path": str(mean)})
+    count = len(vectors)
+    return {
+        "seconds": max(t["seconds"] for t in told),
+        "cpu_s": cpu_s / count,
+        "bytes": (after[0]["lo_bytes"] - before[0]["lo_bytes"]) / count,
+        "ledger": (ledger_of(after) - ledger_of(before)) / count,
+        "error": max(c["error"] for c in checks),
+        "included": min(c["included"] for c in checks),
+    }
+
+
+def ledger_of(counters: list[dict[str, Any]]) -> int:
+    return sum(int(counter["ledger_bytes"]) for counter in counters)
+
+
+async def their_round(
+    theirs: Peers, counting: Peers, codec: str, vectors: Sequence[Path], mean: Path
+) -> dict[str, Any]:
+    await theirs.load(codec, vectors)
+    matched = await theirs.tell_all({"op": "match", "codec": codec})
+    count = {"op": "counters", "codec": next(iter(OUR_CODECS))}
+    before = await counting.tell(0, count)
+    cpu_s = theirs.cpu_s()
+    told = await theirs.tell_all({"op": "go", "codec": codec, "at_s": soon_s()})
+    cpu_s = theirs.cpu_s() - cpu_s
+    after = await counting.tell(0, count)
+    checks = await theirs.tell_all({"op": "check", "codec": codec, "path": str(mean)})
+    return {
+        "seconds": max(t["seconds"] for t in told),
+        "cpu_s": cpu_s / len(vectors),
+        "matchmaking": max(m["seconds"] for m in matched),
+        "bytes": (after["lo_bytes"] - before["lo_bytes"]) / len(vectors),
+        "error": max(c["error"] for c in checks),
+        "included": min(t.get("group", 0) for t in told),
+    }
+
+
+async def measure(
+    count: int, size_mb: int, repeats: int, our_codecs: Sequence[str], prefix: Sequence[str]
+) -> harness.Rows:
+    size = size_mb * MB // 4
+    rows: harness.Rows = []
+    with tempfile.TemporaryDirectory(prefix="bsavg") as text:
+        folder = Path(text)
+        vectors = make_vectors(folder, count, size)
+        mean = mean_of(vectors, "mean")
+        facts = {**PATIENT, "size": size}
+        hold_to(prefix, None)
+        async with (
+            peers("ours", count, folder, prefix, {**facts, "codecs": our_codecs}) as ours,
+            peers("hivemind", count, folder, prefix, {**facts, "codecs": THEIR_CODECS}) as theirs,
+        ):
+            for codec in our_codecs:
+                await warm_up(ours, codec, vectors)
+            for link in LINKS_MBIT:
+                if not hold_to(prefix, None if link is None else link * count):
+                    print("skipped: a slower link needs network namespaces and tc", flush=True)
+                    continue
+                done: dict[tuple[str, str], list[dict[str, Any]]] = {}
+                for number in range(repeats + 1):
+                    for mine, other in turns(our_codecs)[: 2 if link is None else 1]:
+                        first = await our_round(ours, mine, vectors, mean)
+                        second = await their_round(theirs, ours, other, vectors, mean)
+                        if number:  # the first warms up
+                            done.setdefault(("ours", mine), []).append(first)
+                            done.setdefault(("hivemind", other), []).append(second)
+                for (system, codec), found in done.items():
+                    rows.append(row(system, codec, count, size_mb, link, found))
+                    print(json.dumps(rows[-1]), flush=True)
+    return rows
+
+
+def turns(our_codecs: Sequence[str]) -> list[tuple[str, str]]:
+    """Ours and theirs in turn: the default beside fp16, the dense one beside 8-bit."""
+    pairs = [(DEFAULT_CODEC, "fp16"), (DENSE, EIGHT_BIT)]
+    return [(ours if ours in our_codecs else DEFAULT_CODEC, theirs) for ours, theirs in pairs]
+
+
+def link_words(link: int | None) -> str:
+    return "" if link is None else f", {link} Mbit/s"
+
+
+def row(
+    system: str,
+    codec: str,
+    count: int,
+    size_mb: int,
+    link: int | None,
+    found: list[dict[str, Any]],
+) -> dict[str, Any]:
+    keys = ("seconds", "cpu_s", "bytes")
+    middle = {key: statistics.median(f[key] for f in found) for key in keys}
+    result: dict[str, Any] = {
+        "name": f"{system} {codec}, {count} peers, {size_mb} MB{link_words(link)}",
+        "seconds": round(middle["seconds"], 3),
+        "cpu_s_per_peer": round(middle["cpu_s"], 3),
+        "mb_per_peer": round(middle["bytes"] / MB, 3),
+        "error": max(f["error"] for f in found),
+        "included": min(f["included"] for f in found),
+        "peers": count,
+        "size_mb": size_mb,
+        "link_mbit": link or 0,
+        "system": system,
+        "codec": codec,
+        "seconds_each": [round(f["seconds"], 3) for f in found],
+    }
+    for key, scale in (("matchmaking", 1.0), ("ledger", MB)):
+        if key in found[0]:
+            unit = {"matchmaking": "matchmaking_s", "ledger": "ledger_mb_per_peer"}[key]
+            result[unit] = round(statistics.median(f[key] for f in found) / scale, 3)
+    return result
+
+
+# --- a killed peer
+
+
+async def measure_killed(
+    size_mb: int, repeat: int, their_codecs: Sequence[str], prefix: Sequence[str]
+) -> harness.Rows:
+    count, size, victim = 4, size_mb * MB // 4, 3
+    survivors = range(victim)
+    with tempfile.TemporaryDirectory(prefix="bsavg") as text:
+        folder = Path(text)
+        vectors = make_vectors(folder, count, size)
+        everybody = mean_of(vectors, "mean")
+        wanted = mean_of(vectors[:victim], "survivors")
+        facts = {**HASTY, "size": size}
+        rows = []
+        async with peers("ours", count, folder, prefix, {**facts, "codecs": [DENSE]}) as ours:
+            await warm_up(ours, DENSE, vectors)
+            usual = [await our_round(ours, DENSE, vectors, everybody) for _ in range(4)]
+            await ours.load(DENSE, vectors)
+            order = {"op": "go", "codec": DENSE, "at_s": soon_s()}
+            dying = asyncio.create_task(ours.tell(victim, {**order, "dies": True}))
+            told = await ours.tell_all(order, survivors)
+            await asyncio.gather(dying, return_exceptions=True)
+            found = await errors_of(ours, DENSE, survivors, wanted, everybody)
+            rows.append(killed_row("ours", DENSE, size_mb, repeat, told, found, usual))
+        for codec in THEIR_CODECS:
+            async with peers(
+                "hivemind", count, folder, prefix, {**facts, "codecs": [codec]}
+            ) as theirs:
+                usual = []
+                for _ in range(2):
+                    await theirs.load(codec, vectors)
+                    await theirs.tell_all({"op": "match", "codec": codec})
+                    order = {"op": "go", "codec": codec, "at_s": soon_s()}
+                    told = await theirs.tell_all(order)
+                    usual.append({"seconds": max(t["seconds"] for t in told)})
+                await theirs.load(codec, vectors)
+                await theirs.tell_all({"op": "match", "codec": codec})
+                at_s = soon_s()
+                order = {"op": "go", "codec": codec, "at_s": at_s}
+                dying = asyncio.create_task(theirs.tell(victim, order))
+                telling = asyncio.create_task(theirs.tell_all(order, survivors))
+                await asyncio.sleep(at_s - soon_s() + START_S + usual[-1]["seconds"] / 2)
+                theirs.kill(victim)
+                told = await telling
+                await asyncio.gather(dying, return_exceptions=True)
+                found = await errors_of(theirs, codec, survivors, wanted, everybody)
+                rows.append(killed_row("hivemind", codec, size_mb, repeat, told, found, usual))
+    for each in rows:
+        print(json.dumps(each), flush=True)
+    return rows
+
+
+async def errors_of(
+    system: Peers, codec: str, survivors: Sequence[int], *means: Path
+) -> list[list[float]]:
+    """The survivors' errors against each of these means."""
+    found = []
+    for path in means:
+        check = {"op": "check", "codec": codec, "path": str(path)}
+        found.append([answer["error"] for answer in await system.tell_all(check, survivors)])
+    return found
+
+
+def killed_row(
+    system: str,
+    codec: str,
+    size_mb: int,
+    repeat: int,
+    told: list[dict[str, Any]],
+    found: list[list[float]],
+    usual: list[dict[str, Any]],
+) -> dict[str, Any]:
+    return {
+        "name": f"killed: {system} {codec}, {size_mb} MB, {repeat}",
+        "killed": system,
+        "codec": codec,
+        "size_mb": size_mb,
+        "error": max(found[0]),
+        "error_to_mean_of_all": max(found[1]),  # small if the dead one's vector was counted whole
+        "seconds": round(max(t["seconds"] for t in told), 3),
+        "usual_seconds": round(statistics.median(u["seconds"] for u in usual), 3),
+        "reported_failure": sum("failed" in t for t in told),
+        "errors": found[0],
+    }
+
+
+# --- figures
+
+
+def figures_of(rows: harness.Rows) -> harness.Figures:
+    """Against fp16, of the sizes the worst one. Speed-ups without a name are those of loopback."""
+    timed = [r for r in rows if "system" in r]
+    figures: harness.Figures = {}
+    for count in sorted({r["peers"] for r in timed}):
+        for link, codec, words in (
+            (0, DEFAULT_CODEC, ""),
+            (0, DENSE, "int8_"),
+            (100, DEFAULT_CODEC, "100mbit_"),
+        ):
+            here = [r for r in timed if (r["peers"], r["link_mbit"]) == (count, link)]
+            fp16 = {r["size_mb"]: r for r in here if r["codec"] == "fp16"}
+            ours = {r["size_mb"]: r for r in here if r["codec"] == codec}
+            if not ours:
+                continue
+            ratios = {
+                key: min(fp16[size][key] / mine[key] for size, mine in ours.items())
+                for key in ("seconds", "mb_per_peer", "cpu_s_per_peer")
+            }
+            figures[f"speedup_{words}{count}"] = ratios["seconds"]
+            if link == 0:
+                figures[f"bytes_ratio_{words}{count}"] = ratios["mb_per_peer"]
+                figures[f"cpu_ratio_{words}{count}"] = ratios["cpu_s_per_peer"]
+    for system in ("ours", "hivemind"):
+        codec = {"ours": DENSE, "hivemind": "fp16"}[system]
+        errors = [r["error"] for r in rows if r.get("killed") == system and r["codec"] == codec]
+        if errors:
+            figures[f"killed_error_{system}"] = max(errors)
+    return figures
+
+
+def run(quick: bool) -> tuple[harness.Figures, harness.Rows]:
+    return asyncio.run(run_all(quick))
+
+
+async def run_all(quick: bool) -> tuple[harness.Figures, harness.Rows]:
+    rows: harness.Rows = []
+    with namespace() as prefix:
+        for count in (4,) if quick else (2, 4, 8):
+            for size_mb in (1,) if quick else (10, 100):
+                repeats = 2 if quick else 5
+                # Eight dense updates of 100 MB on each of eight peers do not fit into 16 GB.
+                ours = OUR_CODECS if count * size_mb <= 400 else OUR_CODECS[:1]
+                rows += await measure(count, size_mb, repeats, ours, prefix)
+        hold_to(prefix, None)
+        for repeat in range(1 if quick else 3):
+            theirs = THEIR_CODECS[: 1 if quick else 2]
+            rows += await measure_killed(1 if quick else 10, repeat, theirs, prefix)
+    return figures_of(rows), rows
+
+
+if __name__ == "__main__":
+    harness.main("averaging", run, seeds=[SEED])

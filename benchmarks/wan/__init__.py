@@ -1,0 +1,1 @@
+"""A WAN on one machine: hosts as network namespaces, joined by an emulator in user space."""

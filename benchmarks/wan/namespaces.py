@@ -1,0 +1,213 @@
+"""Network namespaces of the test-bed: made, entered, counted, removed, also those of a crashed bed.
+
+Decides the names by which ours are known (`bswan-PID-HOST`, PID being the forwarder's) and that
+nothing else is ever touched. A namespace has a loopback and one TUN device, whose other end is the
+forwarder: no packet can leave for any real network. Knows nothing of delays.
+"""
+
+from __future__ import annotations
+
+import fcntl
+import os
+import shutil
+import signal
+import struct
+import subprocess
+import sys
+import time
+from collections.abc import Sequence
+from contextlib import suppress
+from pathlib import Path
+
+from protocol.errors import BlockswarmError
+
+PREFIX = "bswan-"
+DEVICE = "wan0"
+FORWARDER = "benchmarks.wan.forwarder"
+_TUNSETIFF, _IFF_TUN, _IFF_NO_PI = 0x400454CA, 0x0001, 0x1000
+_PERIOD_US = 20_000
+
+
+class NoRights(BlockswarmError):
+    """This machine or user cannot have a test-bed."""
+
+
+class BedFailed(BlockswarmError):
+    """A part of the bed could not be made."""
+
+
+def check_rights() -> None:
+    """Raises `NoRights` with what is missing. Tries a namespace and a TUN device."""
+    if not sys.platform.startswith("linux"):
+        raise NoRights("network namespaces exist on Linux only", "run it in a Linux machine")
+    for tool in ("ip", "nsenter"):
+        if shutil.which(tool) is None:
+            raise NoRights(f"the command {tool} is missing", "install iproute2 and util-linux")
+    if os.geteuid() != 0:
+        raise NoRights("only root may make network namespaces", "run it as root, or in a container")
+    probe = f"{PREFIX}{os.getpid()}-probe"
+    try:
+        fd = open_tun(f"bsp{os.getpid()}")
+        try:
+            ip("netns", "add", probe)
+        finally:
+            os.close(fd)
+    except (OSError, BedFailed) as error:
+        raise NoRights(
+            f"this machine allows no namespaces or TUN devices ({error})",
+            "a container needs --privileged, or CAP_NET_ADMIN, CAP_SYS_ADMIN and /dev/net/tun",
+        ) from error
+    finally:
+        remove(probe)
+
+
+def open_tun(name: str) -> int:
+    """A new TUN device in our own namespace. It lives as long as this descriptor."""
+    fd = os.open("/dev/net/tun", os.O_RDWR | os.O_NONBLOCK | os.O_CLOEXEC)
+    try:
+        request = struct.pack("16sH22x", name.encode(), _IFF_TUN | _IFF_NO_PI)
+        fcntl.ioctl(fd, _TUNSETIFF, request)
+    except OSError:
+        os.close(fd)
+        raise
+    return fd
+
+
+def build(name: str, device: str, address: str, mtu: int) -> None:
+    """A namespace with one way out, the TUN device. TCP is cubic on it, as on an ordinary host.
+
+    The congestion control is set on the route: the namespace's sysctl refuses what the machine
+    does not list as allowed for everybody, and that list is the machine's.
+    """
+    ip("netns", "add", name)
+    ip("link", "set", device, "netns", name)
+    ip("-n", name, "link", "set", device, "name", DEVICE)
+    ip("-n", name, "link", "set", "lo", "up")
+    quiet = "/proc/sys/net/ipv6/conf/all/disable_ipv6"
+    inside(name, "sh", "-c", f"[ ! -e {quiet} ] || echo 1 > {quiet}")
+    ip("-n", name, "link", "set", DEVICE, "mtu", str(mtu), "txqueuelen", "1000", "up")
+    ip("-n", name, "addr", "add", f"{address}/32", "dev", DEVICE)
+    ip("-n", name, "route", "add", "default", "dev", DEVICE, "congctl", "cubic")
+
+
+def enter(name: str, command: Sequence[str]) -> list[str]:
+    """The command line that runs a command in a namespace; its process id is the command's."""
+    return ["nsenter", f"--net=/run/netns/{name}", "--", *command]
+
+
+def inside(name: str, *command: str) -> str:
+    """What a short command in a namespace prints."""
+    return _run(enter(name, command))
+
+
+def counters(name: str) -> dict[str, int]:
+    """What the kernel of the host counts: bytes and packets of its device, TCP segments resent.
+
+    `tx` is what the host sent, `rx` what reached it. Headers of IP and TCP are included.
+    """
+    text = inside(name, "cat", "/proc/net/dev", "/proc/net/snmp")
+    found: dict[str, int] = {}
+    names: list[str] = []
+    for line in text.splitlines():
+        start, _, rest = line.partition(":")
+        values = rest.split()
+        if start.strip() == DEVICE:
+            numbers = [int(value) for value in values]
+            found |= {"rx_bytes": numbers[0], "rx_packets": numbers[1]}
+            found |= {"tx_bytes": numbers[8], "tx_packets": numbers[9]}
+        elif start == "Tcp" and not names:
+            names = values
+        elif start == "Tcp":
+            tcp = dict(zip(names, map(int, values), strict=True))
+            found |= {"tcp_segments": tcp["OutSegs"], "tcp_resent": tcp["RetransSegs"]}
+    return found
+
+
+def ours() -> list[str]:
+    """The names of all namespaces that a bed made."""
+    with suppress(BedFailed, FileNotFoundError):
+        lines = ip("netns", "list").splitlines()
+        return [line.split()[0] for line in lines if line.startswith(PREFIX)]
+    return []
+
+
+def clean_stale() -> list[str]:
+    """Remove what crashed beds left; the names. A bed that is up is left alone."""
+    removed = []
+    for name in ours():
+        owner = name.removeprefix(PREFIX).partition("-")[0]
+        if not _is_bed(owner):
+            remove(name)
+            removed.append(name)
+    return removed
+
+
+def _is_bed(pid: str) -> bool:
+    with suppress(OSError):
+        words = Path("/proc", pid, "cmdline").read_bytes().split(b"\0")
+        return FORWARDER.encode() in words or any(
+            b"benchmarks" in w or b"pytest" in w for w in words
+        )
+    return False
+
+
+def remove(name: str) -> None:
+    """End every process in a namespace of ours, then the namespace."""
+    assert name.startswith(PREFIX)
+    if not Path("/run/netns", name).exists():
+        return
+    end_s = time.monotonic() + 5.0
+    while (pids := _pids(name)) and time.monotonic() < end_s:
+        for pid in pids:
+            with suppress(ProcessLookupError):
+                os.kill(pid, signal.SIGKILL)
+        time.sleep(0.02)
+    with suppress(BedFailed):
+        ip("netns", "del", name)
+    with suppress(OSError):
+        cpu_group(name).rmdir()
+
+
+def _pids(name: str) -> list[int]:
+    with suppress(BedFailed):
+        return [int(word) for word in ip("netns", "pids", name).split()]
+    return []
+
+
+def limit_cpu(name: str, pid: int, percent: float) -> None:
+    """Let a process and its children have so much of one core. The group goes with the namespace.
+
+    One group per namespace: workers of a host share it, so `percent` is the host's.
+    """
+    group, quota_us = cpu_group(name), max(1000, int(_PERIOD_US * percent / 100))
+    try:
+        group.mkdir(exist_ok=True)
+        if (group / "cpu.cfs_quota_us").exists():
+            (group / "cpu.cfs_period_us").write_text(str(_PERIOD_US))
+            (group / "cpu.cfs_quota_us").write_text(str(quota_us))
+        else:
+            (group / "cpu.max").write_text(f"{quota_us} {_PERIOD_US}")
+        (group / "cgroup.procs").write_text(str(pid))
+    except OSError as error:
+        raise NoRights(
+            f"this machine cannot slow a process down ({error.strerror})",
+            "leave cpu_percent out of the topology",
+        ) from error
+
+
+def cpu_group(name: str) -> Path:
+    """Of cgroup v1 if its cpu controller is mounted, else of v2."""
+    base = Path("/sys/fs/cgroup")
+    return (base / "cpu" if (base / "cpu").is_dir() else base) / name
+
+
+def ip(*arguments: str) -> str:
+    return _run(["ip", *arguments])
+
+
+def _run(command: Sequence[str]) -> str:
+    done = subprocess.run(command, capture_output=True, text=True, check=False)
+    if done.returncode:
+        said = done.stderr.strip() or f"exit code {done.returncode}"
+        raise BedFailed(f"{' '.join(command)}: {said}", "run it as root on Linux")
+    return done.stdout
