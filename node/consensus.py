@@ -14,7 +14,7 @@ import numpy as np
 
 from node.fetch import Pin, Quanta
 from protocol.frames import content_digest
-from swarm.aggregate import FixedUpdate, Ints, add_into, compact, weights_digest
+from swarm.aggregate import FixedUpdate, Ints, add_into, summed, weights_digest
 from swarm.log import ConsensusLog, Entry, LogError
 from swarm.updates import UpdateCodec, replay, snapshot_shards
 
@@ -48,19 +48,21 @@ class Consensus:
         return other
 
     def trend(self, log: ConsensusLog) -> FixedUpdate | None:
-        """The sum of the last steps; every replica of this head must get the same one.
+        """The sum of `recent_steps`, or None."""
+        recent = self.recent_steps(log)
+        return summed([(step, 1) for step in recent]) if recent else None
+
+    def recent_steps(self, log: ConsensusLog) -> tuple[FixedUpdate, ...]:
+        """The last steps, whose sum is the trend; every replica of this head must get the same one.
 
         So it begins no earlier than the older snapshot: that is where newcomers begin. None while
         the run is younger than its first step, or if we hold too few steps (we had to start from
         the newer snapshot): then our step may differ from the others', and we will move to theirs.
         """
         recent = log.steps_kept()[-TREND_ROUNDS:]
-        if not recent or any(entry.digest not in self.steps for entry in recent):
-            return None
-        total = np.zeros(len(self.weights), dtype=np.int64)
-        for entry in recent:
-            add_into(total, self.steps[entry.digest])
-        return compact(total)
+        if any(entry.digest not in self.steps for entry in recent):
+            return ()
+        return tuple(self.steps[entry.digest] for entry in recent)
 
     def advance(
         self, entry: Entry, new: Quanta, step: FixedUpdate, updates: Sequence[bytes]

@@ -346,7 +346,7 @@ class Replica:
             return
         found = {h.ref.digest: h for h in held if h is not None}
         updates = [found[ref.digest].update for ref in action.refs]
-        weights, trend = consensus.weights, consensus.trend(log)
+        weights, trend = consensus.weights, consensus.recent_steps(log)
 
         def compute() -> _Computed:
             result = aggregate(

@@ -20,7 +20,7 @@ from node.consensus import Consensus
 from node.own_updates import OwnUpdate, OwnUpdates
 from node.trainer import TrainerError
 from node.weights_queue import WeightsQueue
-from swarm.aggregate import QUANTUM_BITS, FixedUpdate, Ints, add_into, scaled
+from swarm.aggregate import QUANTUM_BITS, SEGMENT, FixedUpdate, Ints, add_into, scaled, summed
 from swarm.feedback import unsent
 from swarm.flat import Floats
 from swarm.log import ConsensusLog
@@ -143,7 +143,16 @@ class RunningWeights:
 
 def _summed(parts: Parts) -> Floats | None:
     """The sum as floats, or None if it is nothing."""
-    total = np.zeros(parts[0][0].size, dtype=np.int64)
-    for part, times in parts:
-        add_into(total, part, times)
-    return (total * 2.0**-QUANTUM_BITS).astype(np.float32) if total.any() else None
+    total = summed(parts)
+    if not total.values.any():
+        return None
+    values = np.empty(len(total.values), dtype=np.float32)
+    for start in range(0, len(values), SEGMENT):
+        values[start : start + SEGMENT] = (
+            total.values[start : start + SEGMENT] * 2.0**-QUANTUM_BITS
+        )
+    if total.indices is None:
+        return values
+    change = np.zeros(total.size, dtype=np.float32)
+    change[total.indices] = values
+    return change

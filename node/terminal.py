@@ -94,8 +94,8 @@ class LiveLine:
         try:
             columns = os.get_terminal_size(self._stream.fileno()).columns
         except (OSError, ValueError):
-            columns = 80
-        return self.draw(max(10, columns - 1))
+            columns = 0
+        return self.draw(max(10, (columns or 80) - 1))  # 0: a terminal that does not know
 
     def __enter__(self) -> LiveLine:
         global _live

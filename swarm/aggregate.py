@@ -55,6 +55,7 @@ CLEAR_X1024 = 41  # or below a quarter of the median sender's while that one is 
 MIN_PAST = 3  # an average speaks only with so many rounds behind it
 SCALE_ONE = 1 << 16
 SEGMENT = 1 << 15  # coordinates per pass: what fits into a core's L2 cache with its temporaries
+CUT = 1 << 17  # the same for sparse updates, which touch few of them
 
 
 class UpdateError(WireError):
@@ -204,9 +205,78 @@ def add_into(total: Ints, update: FixedUpdate, times: int = 1) -> None:
         total[at] += times * update.values
 
 
+def summed(parts: Sequence[tuple[FixedUpdate, int]]) -> FixedUpdate:
+    """The sum of updates, each taken so many times, in its shorter form."""
+    return _summed_against(parts, ())[0]
+
+
+def _summed_against(
+    parts: Sequence[tuple[FixedUpdate, int]], others: Sequence[FixedUpdate]
+) -> tuple[FixedUpdate, list[int]]:
+    """The sum of `parts`, and the inner product of each of `others` with it.
+
+    In pieces that stay in the cache: of sparse updates no dense vector is ever written to memory.
+    """
+    size = parts[0][0].size
+    whole = np.empty(size, dtype=np.int64) if any(p.indices is None for p, _ in parts) else None
+    scratch = np.empty(min(CUT, size), dtype=np.int64)
+    found: list[tuple[Ints, Ints]] = []
+    seen = [np.empty(0 if o.indices is None else len(o.values), dtype=np.int64) for o in others]
+    products = [0] * len(others)
+    part_ends, other_ends = [_ends(p) for p, _ in parts], [_ends(o) for o in others]
+    for number, start in enumerate(range(0, size, CUT)):
+        stop = min(start + CUT, size)
+        total = scratch[: stop - start] if whole is None else whole[start:stop]
+        total.fill(0)
+        for (part, times), ends in zip(parts, part_ends, strict=True):
+            _add_piece(total, part, times, start, number, ends)
+        for i, (other, ends) in enumerate(zip(others, other_ends, strict=True)):
+            if other.indices is None:
+                products[i] += exact_dot(other.values[start:stop], total)
+            else:
+                here = slice(ends[number], ends[number + 1])
+                np.take(total, other.indices[here] - start, out=seen[i][here], mode="clip")
+        if whole is None:
+            kept = np.flatnonzero(total != 0)  # of bools it is several times as fast
+            found.append((kept + start, total[kept]))
+    products = [
+        product if other.indices is None else exact_dot(other.values, values)
+        for product, other, values in zip(products, others, seen, strict=True)
+    ]
+    return (_joined(size, found) if whole is None else compact(whole)), products
+
+
+def _ends(update: FixedUpdate) -> list[int]:
+    """Where each piece of a sparse update begins, and the last one ends."""
+    if update.indices is None:
+        return []
+    bounds = np.arange(0, update.size + CUT, CUT)
+    ends: list[int] = np.searchsorted(update.indices, bounds).tolist()
+    return ends
+
+
+def _add_piece(
+    total: Ints, part: FixedUpdate, times: int, start: int, number: int, ends: Sequence[int]
+) -> None:
+    if part.indices is None:
+        values = part.values[start : start + len(total)]
+        add_into(total, FixedUpdate(len(total), None, values), times)
+        return
+    here = slice(ends[number], ends[number + 1])
+    at = part.indices[here] - start
+    add_into(total, FixedUpdate(len(total), at, part.values[here]), times)
+
+
+def _joined(size: int, found: Sequence[tuple[Ints, Ints]]) -> FixedUpdate:
+    indices = np.concatenate([at for at, _ in found]) if found else np.zeros(0, dtype=np.int64)
+    values = np.concatenate([v for _, v in found]) if found else np.zeros(0, dtype=np.int64)
+    sparse = FixedUpdate(size, indices.astype(np.int64, copy=False), values)
+    return sparse if 2 * len(indices) < size else FixedUpdate(size, None, sparse.dense())
+
+
 def compact(dense: Ints) -> FixedUpdate:
     """The shorter of the two forms of a dense vector (an index costs as much as a value)."""
-    indices = np.flatnonzero(dense).astype(np.int64)
+    indices = np.flatnonzero(dense != 0).astype(np.int64, copy=False)
     if 2 * len(indices) < len(dense):
         return FixedUpdate(len(dense), indices, dense[indices])
     return FixedUpdate(len(dense), None, dense)
@@ -235,45 +305,23 @@ class Aggregate:
         return sum(scale > 0 for scale in self.scales)
 
 
-def _products(updates: Sequence[FixedUpdate], vector: Ints) -> list[int]:
-    """The inner product of each update with a vector: of a sparse one only where it has values."""
-    return [
-        exact_dot(u.values, vector if u.indices is None else vector[u.indices]) for u in updates
-    ]
-
-
-@dataclass(frozen=True)
-class _Direction:
-    """Products with the trend, which stay the same whoever is left out."""
-
-    products: Sequence[int]
-    squared: int
-
-
-def _along(clipped: Sequence[FixedUpdate], trend: FixedUpdate | None) -> _Direction:
-    if trend is None:
-        return _Direction([0] * len(clipped), 0)
-    return _Direction(_products(clipped, trend.dense()), exact_dot(trend.values, trend.values))
-
-
 def _scores(
-    clipped: Sequence[FixedUpdate],
     squares: Sequence[int],
     out: set[int],
-    total: Ints,
-    along: _Direction,
+    products: Sequence[int],
+    along: Sequence[int],
+    trend_squared: int,
 ) -> list[int]:
     """Cosine of each update to trend + total without the update itself, in 1/1024, rounded down.
 
-    `total` is the sum of those not in `out`, so its square is the sum of its products with them:
-    no pass over all coordinates is needed where updates are sparse.
+    `products` are those with `total`, the sum of the updates not in `out`: its square is the sum of
+    its products with them. `along` are the products with the trend.
     """
-    products = _products(clipped, total)
-    kept = [i for i in range(len(clipped)) if i not in out]
-    total_squared = along.squared + sum(products[i] + 2 * along.products[i] for i in kept)
+    kept = [i for i in range(len(squares)) if i not in out]
+    total_squared = trend_squared + sum(products[i] + 2 * along[i] for i in kept)
     scores = []
     for i, own_squared in enumerate(squares):
-        product, rest_squared = products[i] + along.products[i], total_squared
+        product, rest_squared = products[i] + along[i], total_squared
         if i not in out:
             rest_squared += own_squared - 2 * product
             product -= own_squared
@@ -320,9 +368,9 @@ def _judge(
     clipped: Sequence[FixedUpdate],
     squares: Sequence[int],
     refused: set[int],
-    trend: FixedUpdate | None,
+    trend: Sequence[FixedUpdate],
     past: Sequence[Sequence[int]],
-) -> tuple[set[int], list[int], Ints]:
+) -> tuple[set[int], list[int], FixedUpdate]:
     """Who is left out, everybody's score, and the sum of those that are kept.
 
     Worst first, and scored again after each: a strong liar makes honest updates look opposed as
@@ -330,23 +378,22 @@ def _judge(
     away.
     """
     out, most = set(refused), (len(clipped) - 1) // 2
-    total = np.zeros(clipped[0].size, dtype=np.int64)
-    for i, update in enumerate(clipped):
-        if i not in out:
-            add_into(total, update)
-    along = _along(clipped, trend)
+    along, trend_squared = [0] * len(clipped), 0
+    if trend:
+        way, along = _summed_against([(step, 1) for step in trend], clipped)
+        trend_squared = exact_dot(way.values, way.values)
     while True:
-        scores = _scores(clipped, squares, out, total, along)
         kept = [i for i in range(len(clipped)) if i not in out]
+        nothing = (scaled(clipped[0], 0), 1)
+        total, products = _summed_against([(clipped[i], 1) for i in kept] or [nothing], clipped)
+        scores = _scores(squares, out, products, along, trend_squared)
         if len(out) >= most or len(clipped) < 3:
             return out, scores, total
         means = {i: (sum(past[i]) + scores[i]) // (len(past[i]) + 1) for i in kept}
         suspects = [i for i in kept if _suspect(i, kept, scores, means, len(past[i]))]
         if not suspects:
             return out, scores, total
-        worst = min(suspects, key=lambda i: (means[i], i))
-        out.add(worst)
-        add_into(total, clipped[worst], -1)
+        out.add(min(suspects, key=lambda i: (means[i], i)))
 
 
 def _median(clipped: Sequence[FixedUpdate]) -> Ints:
@@ -360,7 +407,7 @@ def aggregate(
     *,
     rule: Rule = Rule.AGREE,
     recent_norms: Sequence[int] = (),
-    trend: FixedUpdate | None = None,
+    trend: FixedUpdate | Sequence[FixedUpdate] | None = None,
     past_scores: Sequence[Sequence[int]] = (),
 ) -> Aggregate:
     """Combine checked updates, given in the order of their digests.
@@ -368,7 +415,7 @@ def aggregate(
     From the log, hence equal on every replica of the same consensus: `recent_norms`, the median
     norms of the last rounds (with one or two updates there is no majority to measure against, but
     there is a past, and a sender of tiny updates cannot clip the others to nothing); `trend`, the
-    sum of the last steps; `past_scores`, for each update the last scores of its sender.
+    sum of the last steps, or those steps; `past_scores`, for each update the last scores of its sender.
     """
     if not updates:
         raise ValueError("nothing to aggregate")
@@ -390,26 +437,23 @@ def aggregate(
             square if scale == SCALE_ONE else exact_dot(update.values, update.values)
             for square, scale, update in zip(squares, scales, clipped, strict=True)
         ]
-        out, scores, total = _judge(clipped, squares, oversized, trend, past)
+        steps = (trend,) if isinstance(trend, FixedUpdate) else tuple(trend or ())
+        out, scores, total = _judge(clipped, squares, oversized, steps, past)
         scales = [0 if i in out else scale for i, scale in enumerate(scales)]
         # A scale of 0 is an update clipped to nothing: it is not counted either.
     else:
-        total = np.zeros(updates[0].size, dtype=np.int64)
-        for update, scale in zip(clipped, scales, strict=True):
-            if scale:
-                add_into(total, update)
+        total = summed([(update, 1) for update in clipped])
     delta = mean_step(total, max(sum(scale > 0 for scale in scales), 1))
     return Aggregate(delta, tuple(scales), median_norm, tuple(scores))
 
 
-def mean_step(total: Ints, count: int) -> FixedUpdate:
+def mean_step(total: FixedUpdate, count: int) -> FixedUpdate:
     """The rounded mean of a sum of updates, in its shorter form."""
-    indices = np.flatnonzero(total)
-    if 2 * len(indices) >= len(total):
-        return compact(rounded_mean(total, count))
-    values = rounded_mean(total[indices], count)
-    kept = np.flatnonzero(values)  # a mean may be rounded to nothing
-    return FixedUpdate(len(total), indices[kept].astype(np.int64, copy=False), values[kept])
+    values = rounded_mean(total.values, count)
+    if total.indices is None:
+        return compact(values)
+    kept = np.flatnonzero(values != 0)  # a mean may be rounded to nothing
+    return FixedUpdate(total.size, total.indices[kept], values[kept])
 
 
 def combine_groups(groups: Sequence[tuple[FixedUpdate, int]]) -> FixedUpdate:
@@ -469,7 +513,7 @@ def step_digest(delta: FixedUpdate) -> bytes:
     """The name of a step, whatever form it is held in."""
     state = hashlib.blake2b(b"blockswarm step 1", digest_size=32)
     values, indices = delta.values, delta.indices
-    kept = np.flatnonzero(values)
+    kept = np.flatnonzero(values != 0)
     if len(kept) < len(values):
         values, indices = values[kept], kept if indices is None else indices[kept]
     elif indices is None:

@@ -43,7 +43,7 @@ class Rows:
     y: Tensor
     cut: Tensor  # (rows,): how many bytes are known
     eps: Tensor  # (rows, length, width)
-    level: Tensor  # (rows,): 0 is the highest sigma of a block, 1 its lowest
+    level: Tensor  # (rows,), on the CPU: 0 is the highest sigma of a block, 1 its lowest
 
 
 def draw_rows(x: Tensor, y: Tensor, width: int, generator: torch.Generator) -> Rows:
@@ -54,7 +54,7 @@ def draw_rows(x: Tensor, y: Tensor, width: int, generator: torch.Generator) -> R
     level = torch.rand(rows, generator=generator, dtype=torch.float64)
     inside = torch.rand(rows, generator=generator) >= AT_THE_TOP
     eps = torch.randn(rows, length, width, generator=generator)
-    return Rows(x, y, cut.to(x.device), eps.to(x.device), (level * inside).to(x.device))
+    return Rows(x, y, cut.to(x.device), eps.to(x.device), level * inside)
 
 
 class JointDenoising:
@@ -83,13 +83,13 @@ class JointDenoising:
 
     def z(self, block: int, rows: Rows) -> Tensor:
         """The noised targets. Only training may call this: it reads the bytes after the cut."""
-        return self.targets[rows.y] + self.sigma(block, rows.level).view(-1, 1, 1) * rows.eps
+        return self.targets[rows.y] + self._sigma(block, rows).view(-1, 1, 1) * rows.eps
 
     def hidden(self, module: Block, block: int, rows: Rows, relay: Tensor | None) -> Tensor:
         """A block's hidden state over the known bytes and the z of the others."""
         at = torch.arange(rows.x.shape[1], device=rows.x.device)
         known = at < rows.cut[:, None]
-        seen = self._likelihood(self.z(block, rows), self.sigma(block, rows.level))
+        seen = self._likelihood(self.z(block, rows), self._sigma(block, rows))
         # z at a position is of the byte that is predicted there: the next one's input.
         before = F.pad(seen, (0, 0, 1, 0))[:, :-1]
         return module.hidden(rows.x * known, relay, noisy=NoisyInput(known, before))
@@ -101,7 +101,7 @@ class JointDenoising:
         hidden = self.hidden(module, block, rows, relay)
         at = torch.arange(rows.x.shape[1], device=rows.x.device)
         scored = at >= rows.cut[:, None] - 1
-        sigma = self.sigma(block, rows.level)[:, None].expand_as(rows.y)
+        sigma = self._sigma(block, rows)[:, None].expand_as(rows.y)
         known = Evidence(self.z(block, rows)[scored], self.targets, sigma[scored])
         return module.head_loss(hidden[scored], rows.y[scored], known), hidden
 
@@ -112,6 +112,9 @@ class JointDenoising:
         for block, module in enumerate(upstream):
             relay = self.hidden(module, block, rows, relay)
         return relay
+
+    def _sigma(self, block: int, rows: Rows) -> Tensor:
+        return self.sigma(block, rows.level).to(rows.x.device)
 
     def _likelihood(self, z: Tensor, sigma: Tensor) -> Tensor:
         # At a low sigma half precision would be off by whole nats.

@@ -17,7 +17,7 @@ from __future__ import annotations
 import struct
 from collections.abc import Sequence
 from dataclasses import dataclass
-from functools import cached_property
+from functools import cached_property, lru_cache
 
 import numpy as np
 import numpy.typing as npt
@@ -38,12 +38,12 @@ from swarm.aggregate import (
     FixedUpdate,
     Ints,
     UpdateError,
-    add_into,
     apply_step,
     checked,
     mean_step,
     scaled,
     step_digest,
+    summed,
     weights_digest,
 )
 from swarm.log import Contribution, Entry, LogError
@@ -165,14 +165,15 @@ def replay(
         raise LogError(f"not the updates that went into round {entry.round}")
     if any(c.scale > SCALE_ONE for c in included):
         raise LogError(f"an update counts more than once in round {entry.round}")
-    total = np.zeros(codec.size, dtype=np.int64)
+    nothing = np.zeros(0, dtype=np.int64)
+    parts = [(FixedUpdate(codec.size, nothing, nothing), 1)]
     try:
         for part, payload in zip(included, payloads, strict=True):
             update = codec.decode(payload, block, entry.round, peer_from_text(part.sender))
-            add_into(total, scaled(update, part.scale))
+            parts.append((scaled(update, part.scale), 1))
     except WireError as error:
         raise LogError(f"round {entry.round} includes no valid update: {error}") from error
-    new, step = apply_step(consensus, mean_step(total, max(len(included), 1)))
+    new, step = apply_step(consensus, mean_step(summed(parts), max(len(included), 1)))
     if step_digest(step) != entry.step:
         raise LogError(f"the updates of round {entry.round} do not give its step")
     if weights_digest(new) != entry.weights:
@@ -198,6 +199,7 @@ def from_wire_entry(entry: LogEntry) -> Entry:
     )
 
 
+@lru_cache(maxsize=1024)
 def _peer_text(peer_id: bytes) -> str:
     public_key_of(peer_id)  # two texts for one peer would be two senders
     return peer_text(peer_id)

@@ -24,6 +24,7 @@ from swarm.denoise import (
     traverse,
     write,
 )
+from swarm.flat import flat_weights, initial_flat, state_of
 from swarm.generate import Sampling
 from swarm.local import LocalSwarm, frozen_copy
 from swarm.model import Block, NoisyInput, block_of
@@ -133,6 +134,18 @@ def test_the_run_file_has_it_only_where_it_is_on() -> None:
     for bad in (b"2.0", b'"much"', b"nan"):
         with pytest.raises(RunFileError):
             parse(emit(on).replace(b"denoise_share = 0.25", b"denoise_share = " + bad))
+
+
+def test_hosts_exchange_the_new_parameters_too(tiny_run: MakeRun) -> None:
+    run = tiny_run(denoise_share=0.5)
+    block = initial_block(run, 1)
+    with torch.no_grad():
+        for parameter in block.parameters():
+            parameter.normal_(generator=seeded(3))
+    flat = flat_weights(block)
+    assert flat.shape == initial_flat(run, 1).shape == (block_parameters(run)[1],)
+    for name, value in state_of(run, 1, flat).items():
+        assert torch.equal(value, block.state_dict()[name]), name
 
 
 def test_parameters_are_counted(tiny_run: MakeRun) -> None:

@@ -157,8 +157,8 @@ def remove(name: str) -> None:
     if not Path("/run/netns", name).exists():
         return
     end_s = time.monotonic() + 5.0
-    while (pids := _pids(name)) and time.monotonic() < end_s:
-        for pid in pids:
+    while (found := pids(name)) and time.monotonic() < end_s:
+        for pid in found:
             with suppress(ProcessLookupError):
                 os.kill(pid, signal.SIGKILL)
         time.sleep(0.02)
@@ -168,7 +168,8 @@ def remove(name: str) -> None:
         cpu_group(name).rmdir()
 
 
-def _pids(name: str) -> list[int]:
+def pids(name: str) -> list[int]:
+    """The processes in a namespace."""
     with suppress(BedFailed):
         return [int(word) for word in ip("netns", "pids", name).split()]
     return []

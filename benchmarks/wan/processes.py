@@ -23,11 +23,19 @@ _ADDRESS = re.compile(r"blockswarm (?:join|generate) (/ip4/(\S+?)/tcp/\S+)")
 class Command:
     """`blockswarm ...` on a host. Its output is in two files of its folder."""
 
-    def __init__(self, bed: Bed, host: str, folder: Path, arguments: Sequence[object]) -> None:
+    def __init__(
+        self,
+        bed: Bed,
+        host: str,
+        folder: Path,
+        arguments: Sequence[object],
+        program: Sequence[str] | None = None,
+    ) -> None:
+        """`program`: what Python runs in the place of `blockswarm`, for a host that lies."""
         folder.mkdir(parents=True, exist_ok=True)
         self.host, self.folder = host, folder
         self.out, self.err = folder / "stdout.txt", folder / "stderr.txt"
-        command = [sys.executable, "-m", "node.cli", *map(str, arguments)]
+        command = [sys.executable, *(program or ("-m", "node.cli")), *map(str, arguments)]
         with open(self.out, "wb") as out, open(self.err, "wb") as err:
             one = {"OMP_NUM_THREADS": "1", "OMP_WAIT_POLICY": "PASSIVE"}
             self.process = bed.start(host, command, stdout=out, stderr=err, env=one)

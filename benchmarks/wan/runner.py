@@ -128,6 +128,7 @@ class SwarmOnBed:
                 "name": f"host {name}",
                 "host": name,
                 "ledger_bytes": counted[0].bytes_total,
+                "ledger_frames": counted[0].frames_in + counted[0].frames_out,
                 "kernel_bytes": kernel,
                 "dht_estimate_bytes": counted[1].bytes_total,
                 "packets_lost": emulated[name]["lost"],

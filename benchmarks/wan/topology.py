@@ -50,7 +50,9 @@ class Host:
     role: str = "join"  # seed, join, or none: there, but without a swarm's process
     workers: int = 1  # processes of the swarm on it
     cpu_percent: float = 0.0  # of one core, all of its processes together; 0: no limit
-    options: tuple[str, ...] = ()  # of `blockswarm seed` or `join`; see docs/wan.md for {seed}, {block}
+    options: tuple[
+        str, ...
+    ] = ()  # of `blockswarm seed` or `join`; {seed} and {block} are filled in
 
     def __post_init__(self) -> None:
         if not _NAME.fullmatch(self.name):
