@@ -125,6 +125,7 @@ class BlockServer:
         self.weights = weights or default_weights(run)
         self.temperature, self.versions_kept = temperature, versions_kept
         self.carrier = Carrier(network, run.model)
+        self.carrier.handover.keep = self._keep
         self.joint: JointDenoising | None = None
         if run.denoises:
             self.joint = JointDenoising(run, target_table(run.seed, run.model.width))
@@ -241,6 +242,15 @@ class BlockServer:
         self._waiting.append(job)
         self._wake.set()
         return Reply(SweepTaken())
+
+    async def _keep(self, sweep: Sweep, payload: bytes) -> None:
+        """The next block is here, too: into our own queue, by the rules for everybody's."""
+        before, me = self._jobs.get(sweep.sweep), self.network.peer_id
+        with self._admit(sweep, len(payload), me):
+            await self._take(sweep, payload, me)
+        if before is not None:  # whoever waits for it must not see it move backwards
+            self._jobs[sweep.sweep].moves = before.moves
+            self._jobs[sweep.sweep].moved()
 
     async def _wait(self, request: SweepWait, _: bytes) -> Reply:
         job = self._jobs.get(request.sweep)

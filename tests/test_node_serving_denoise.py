@@ -15,19 +15,21 @@ import torch
 from click.testing import CliRunner
 from conftest import MakeModel, MakeRun
 from loopback import _no_daemon_left, run  # noqa: F401
-from serving_swarm import GREEDY, idle, swarm, written
+from serving_swarm import GREEDY, idle, local, swarm, written
 
 from node.cli import cli
 from node.model_folder import save_model
-from node.serve_host import open_folder
+from node.serve_host import open_folder, serve_weights
 from node.sweep_compute import compute_joint, outcome_of, parcel_of
 from node.sweep_output import Order, Output
 from protocol.errors import UsageError
 from protocol.frames import Refused
 from protocol.parcel import Parcel, pack_parcel, parcel_bytes, unpack_parcel
+from protocol.records import Record, Role
 from protocol.serving import Hop, Mode, Sweep
 from swarm.composition import ComposedModel
 from swarm.denoise import JointDenoising, write
+from swarm.flat import flat_weights
 from swarm.generate import Sampling
 from swarm.runfile import parse
 from swarm.writer import Ask
@@ -126,6 +128,40 @@ def test_without_a_block(tmp_path: Path, model: ComposedModel) -> None:
             await s.hosts["c"].stop()
             text, figures = await written(client, b"abc", 9, SAMPLED, joint=True)
             assert figures.missing == (1, 2) and len(text) == 9
+
+    run(main(), 120)
+
+
+def test_one_host_of_all_blocks(tmp_path: Path, model: ComposedModel) -> None:
+    """Nobody can dial himself: what goes on to a block of the same host stays there."""
+
+    async def main() -> None:
+        async with swarm(tmp_path, model, "a") as s:
+            server, network = s.servers["a"], s.hosts["a"]
+            for block in (1, 2):
+                module = model.blocks[block]
+                assert module is not None
+                serve_weights(server, block, 1, flat_weights(module))
+                record = Record(
+                    run=network.settings.run_id,
+                    role=int(Role.SERVER),
+                    block=block,
+                    round=0,
+                    sequence=0,
+                )
+                await network.announce(record)
+            client = await s.client()
+            text, figures = await written(client, b"abc", 20, SAMPLED, joint=True)
+            assert text == write(model, b"abc", 20, SAMPLED)
+            assert figures.missing == () and figures.failures == 0
+            exact, figures = await written(client, b"abc", 20, draft_length=6)
+            assert exact == local(model, b"abc", 20) and figures.missing == ()
+            many = await asyncio.gather(
+                *(written(client, bytes([n]), 9, drafts=2) for n in range(8))
+            )
+            assert all(len(text) == 9 and f.missing == () and not f.failures for text, f in many)
+            assert s.said == []
+            await idle(s)
 
     run(main(), 120)
 
