@@ -14,6 +14,7 @@ from __future__ import annotations
 
 import asyncio
 import contextlib
+import gc
 import json
 import os
 import signal
@@ -270,6 +271,7 @@ async def main(told: dict[str, Any]) -> None:
     settings = NetworkSettings(daemon, RUN_ID, RUN_FILE, tuple(told["join"]))
     async with Network(settings, lambda: Status(int(Role.REPLICA), 0)) as network:
         peer = Peer(network, told)
+        gc.freeze()  # as a host does
         print(json.dumps({"join": await network.invitations()}), flush=True)
         try:
             while line := await asyncio.to_thread(sys.stdin.readline):

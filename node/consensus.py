@@ -55,7 +55,7 @@ class Consensus:
     def recent_steps(self, log: ConsensusLog) -> tuple[FixedUpdate, ...]:
         """The last steps, whose sum is the trend; every replica of this head must get the same one.
 
-        So it begins no earlier than the older snapshot: that is where newcomers begin. None while
+        So it begins no earlier than the older snapshot: that is where newcomers begin. Empty while
         the run is younger than its first step, or if we hold too few steps (we had to start from
         the newer snapshot): then our step may differ from the others', and we will move to theirs.
         """

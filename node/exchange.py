@@ -67,6 +67,8 @@ class Exchange:
         self.me = peer_text(identity.peer_id)
         self._held: dict[bytes, Held] = {}  # by digest
         self._votes: dict[tuple[int, int, str], SignedVote] = {}  # (round, stage, voter)
+        # Everybody hands on everybody's votes: a signature is checked once, not once per peer.
+        self._checked: dict[bytes, tuple[SignedVote, Vote]] = {}
 
     # Updates.
 
@@ -86,6 +88,7 @@ class Exchange:
         """Rounds are over: their updates live on in the log's aggregates only."""
         self._held = {d: h for d, h in self._held.items() if h.round >= number}
         self._votes = {key: v for key, v in self._votes.items() if key[0] >= number}
+        self._checked = {d: v for d, v in self._checked.items() if v[1].round >= number}
 
     async def pull(self, action: act.Pull, number: int) -> None:
         """Fetch an update from any holder, check it, and say how it ended."""
@@ -157,14 +160,21 @@ class Exchange:
 
     def hear_vote(self, data: bytes, number: int) -> None:
         """A signed vote from anybody. Raises `WireError` if it is not one of this block."""
-        signed = verify_vote(data)
-        if signed.vote.run != self.settings.run_id or signed.vote.block != self.settings.block:
-            raise WireError("a vote of another block")
-        vote = from_wire_vote(signed)
-        if vote.voter == self.me or abs(vote.round - number) > 1:
+        signed, vote = self._checked.get(data) or self._check_vote(data)
+        if abs(vote.round - number) > 1:
+            return
+        if len(self._checked) < VOTES_KEPT:
+            self._checked[signed.blob] = signed, vote
+        if vote.voter == self.me:
             return
         self.keep_vote(vote, signed)
         self.hear(act.VoteArrived(vote))
+
+    def _check_vote(self, data: bytes) -> tuple[SignedVote, Vote]:
+        signed = verify_vote(data)
+        if signed.vote.run != self.settings.run_id or signed.vote.block != self.settings.block:
+            raise WireError("a vote of another block")
+        return signed, from_wire_vote(signed)
 
     async def exchange_votes(self, peer: str, number: int, blob: bytes) -> None:
         """Show a peer our vote (if there is one) and hear all that it has."""

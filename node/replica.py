@@ -146,7 +146,14 @@ class Replica:
         from_others = isinstance(event, act.PeerRecord | act.VoteArrived)
         if from_others and self._events.qsize() >= EVENTS_WAITING:
             return
+        if isinstance(event, act.VoteArrived) and self._counted(event.vote):
+            return
         self._events.put_nowait(event)
+
+    def _counted(self, vote: Vote) -> bool:
+        """Whether this very vote is in the ballot: every peer hands it on."""
+        stage = self.state.stage
+        return stage is not None and stage.ballot.votes.get(vote.voter) == vote
 
     def hear_vote(self, data: bytes) -> None:
         """A signed vote from anybody. Raises `WireError` if it is not one of this block."""

@@ -148,9 +148,7 @@ def _summed(parts: Parts) -> Floats | None:
         return None
     values = np.empty(len(total.values), dtype=np.float32)
     for start in range(0, len(values), SEGMENT):
-        values[start : start + SEGMENT] = (
-            total.values[start : start + SEGMENT] * 2.0**-QUANTUM_BITS
-        )
+        values[start : start + SEGMENT] = total.values[start : start + SEGMENT] * 2.0**-QUANTUM_BITS
     if total.indices is None:
         return values
     change = np.zeros(total.size, dtype=np.float32)

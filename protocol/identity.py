@@ -10,6 +10,7 @@ import errno
 import fcntl
 import os
 import stat
+from functools import lru_cache
 from pathlib import Path
 
 from cryptography.exceptions import InvalidSignature
@@ -56,6 +57,7 @@ def public_key_of(peer_id: bytes) -> bytes:
     return peer_id[len(_PEER_ID_PREFIX) :]
 
 
+@lru_cache(4096)  # the same few peers, many times a round
 def peer_text(peer_id: bytes) -> str:
     """The base58 form that people and multiaddresses use (`12D3Koo...`)."""
     zeros = len(peer_id) - len(peer_id.lstrip(b"\0"))

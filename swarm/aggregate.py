@@ -30,7 +30,7 @@ from __future__ import annotations
 
 import enum
 import hashlib
-from collections.abc import Sequence
+from collections.abc import Iterator, Sequence
 from dataclasses import dataclass
 from math import isqrt
 
@@ -176,9 +176,14 @@ def scaled(update: FixedUpdate, scale: int) -> FixedUpdate:
     """update * scale / 65536, rounded toward zero: never longer than asked."""
     if scale == SCALE_ONE:
         return update
-    magnitude = (np.abs(update.values) * scale) >> 16
-    np.negative(magnitude, out=magnitude, where=update.values < 0)
-    return FixedUpdate(update.size, update.indices, magnitude)
+    values = np.empty(len(update.values), dtype=np.int64)
+    for start in range(0, len(values), SEGMENT):
+        part, out = update.values[start : start + SEGMENT], values[start : start + SEGMENT]
+        np.abs(part, out=out)
+        out *= scale
+        out >>= 16
+        np.negative(out, out=out, where=part < 0)
+    return FixedUpdate(update.size, update.indices, values)
 
 
 def rounded_mean(total: Ints, count: int) -> Ints:
@@ -213,37 +218,67 @@ def summed(parts: Sequence[tuple[FixedUpdate, int]]) -> FixedUpdate:
 def _summed_against(
     parts: Sequence[tuple[FixedUpdate, int]], others: Sequence[FixedUpdate]
 ) -> tuple[FixedUpdate, list[int]]:
-    """The sum of `parts`, and the inner product of each of `others` with it.
-
-    In pieces that stay in the cache: of sparse updates no dense vector is ever written to memory.
-    """
-    size = parts[0][0].size
-    whole = np.empty(size, dtype=np.int64) if any(p.indices is None for p, _ in parts) else None
-    scratch = np.empty(min(CUT, size), dtype=np.int64)
+    """The sum of `parts`, and the inner product of each of `others` with it."""
+    size, dense = parts[0][0].size, any(part.indices is None for part, _ in parts)
+    whole = np.empty(size if dense else 0, dtype=np.int64)
     found: list[tuple[Ints, Ints]] = []
-    seen = [np.empty(0 if o.indices is None else len(o.values), dtype=np.int64) for o in others]
-    products = [0] * len(others)
-    part_ends, other_ends = [_ends(p) for p, _ in parts], [_ends(o) for o in others]
-    for number, start in enumerate(range(0, size, CUT)):
-        stop = min(start + CUT, size)
-        total = scratch[: stop - start] if whole is None else whole[start:stop]
-        total.fill(0)
-        for (part, times), ends in zip(parts, part_ends, strict=True):
-            _add_piece(total, part, times, start, number, ends)
-        for i, (other, ends) in enumerate(zip(others, other_ends, strict=True)):
-            if other.indices is None:
-                products[i] += exact_dot(other.values[start:stop], total)
-            else:
-                here = slice(ends[number], ends[number + 1])
-                np.take(total, other.indices[here] - start, out=seen[i][here], mode="clip")
-        if whole is None:
+    products = _Products(others)
+    for start, total in _pieces(parts, whole if dense else None):
+        products.add(start, total)
+        if not dense:
             kept = np.flatnonzero(total != 0)  # of bools it is several times as fast
             found.append((kept + start, total[kept]))
-    products = [
-        product if other.indices is None else exact_dot(other.values, values)
-        for product, other, values in zip(products, others, seen, strict=True)
-    ]
-    return (_joined(size, found) if whole is None else compact(whole)), products
+    return (compact(whole) if dense else _joined(size, found)), products.done()
+
+
+def _pieces(
+    parts: Sequence[tuple[FixedUpdate, int]], whole: Ints | None = None
+) -> Iterator[tuple[int, Ints]]:
+    """The sum of updates, one piece after another: where it starts, and its coordinates.
+
+    A piece stays in the cache: of sparse updates no dense vector is ever written to memory. Without
+    `whole` to write to, a piece is valid until the next one.
+    """
+    size = parts[0][0].size
+    scratch = np.empty(min(CUT, size), dtype=np.int64) if whole is None else whole
+    ends = [_ends(part) for part, _ in parts]
+    for number, start in enumerate(range(0, size, CUT)):
+        stop = min(start + CUT, size)
+        total = scratch[: stop - start] if whole is None else scratch[start:stop]
+        total.fill(0)
+        for (part, times), at in zip(parts, ends, strict=True):
+            if part.indices is None:
+                piece = FixedUpdate(len(total), None, part.values[start:stop])
+            else:
+                here = slice(at[number], at[number + 1])
+                piece = FixedUpdate(len(total), part.indices[here] - start, part.values[here])
+            add_into(total, piece, times)
+        yield start, total
+
+
+class _Products:
+    """Inner products of updates with a vector that comes in pieces."""
+
+    def __init__(self, updates: Sequence[FixedUpdate]) -> None:
+        self._updates, self._found = updates, [0] * len(updates)
+        self._ends = [_ends(update) for update in updates]
+        # What the vector is where a sparse update has values: one product at the end is cheaper.
+        self._met: list[list[Ints]] = [[] for _ in updates]
+
+    def add(self, start: int, total: Ints) -> None:
+        number = start // CUT
+        for i, (update, ends) in enumerate(zip(self._updates, self._ends, strict=True)):
+            if update.indices is None:
+                self._found[i] += exact_dot(update.values[start : start + len(total)], total)
+            else:
+                here = slice(ends[number], ends[number + 1])
+                self._met[i].append(total[update.indices[here] - start])
+
+    def done(self) -> list[int]:
+        return [
+            product + (exact_dot(update.values, np.concatenate(met)) if met else 0)
+            for product, update, met in zip(self._found, self._updates, self._met, strict=True)
+        ]
 
 
 def _ends(update: FixedUpdate) -> list[int]:
@@ -253,18 +288,6 @@ def _ends(update: FixedUpdate) -> list[int]:
     bounds = np.arange(0, update.size + CUT, CUT)
     ends: list[int] = np.searchsorted(update.indices, bounds).tolist()
     return ends
-
-
-def _add_piece(
-    total: Ints, part: FixedUpdate, times: int, start: int, number: int, ends: Sequence[int]
-) -> None:
-    if part.indices is None:
-        values = part.values[start : start + len(total)]
-        add_into(total, FixedUpdate(len(total), None, values), times)
-        return
-    here = slice(ends[number], ends[number + 1])
-    at = part.indices[here] - start
-    add_into(total, FixedUpdate(len(total), at, part.values[here]), times)
 
 
 def _joined(size: int, found: Sequence[tuple[Ints, Ints]]) -> FixedUpdate:
@@ -378,10 +401,11 @@ def _judge(
     away.
     """
     out, most = set(refused), (len(clipped) - 1) // 2
-    along, trend_squared = [0] * len(clipped), 0
-    if trend:
-        way, along = _summed_against([(step, 1) for step in trend], clipped)
-        trend_squared = exact_dot(way.values, way.values)
+    trend_squared, products_along = 0, _Products(clipped)
+    for start, piece in _pieces([(step, 1) for step in trend]) if trend else ():
+        trend_squared += exact_dot(piece, piece)
+        products_along.add(start, piece)
+    along = products_along.done()
     while True:
         kept = [i for i in range(len(clipped)) if i not in out]
         nothing = (scaled(clipped[0], 0), 1)
@@ -415,7 +439,8 @@ def aggregate(
     From the log, hence equal on every replica of the same consensus: `recent_norms`, the median
     norms of the last rounds (with one or two updates there is no majority to measure against, but
     there is a past, and a sender of tiny updates cannot clip the others to nothing); `trend`, the
-    sum of the last steps, or those steps; `past_scores`, for each update the last scores of its sender.
+    sum of the last steps, or those steps; `past_scores`, for each update the last scores of its
+    sender.
     """
     if not updates:
         raise ValueError("nothing to aggregate")

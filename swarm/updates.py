@@ -112,8 +112,12 @@ class UpdateCodec:
             part = quanta[start : start + SEGMENT].astype(np.float64)
             part *= 2.0**-QUANTUM_BITS
             values[start : start + SEGMENT] = part
-        payload = _HEADER.pack(block, round_, sender) + encode(values, self.spec).data
-        return payload, self.decode(payload, block, round_, sender)
+        encoded = encode(values, self.spec)
+        payload = _HEADER.pack(block, round_, sender) + encoded.data
+        if encoded.sparse is None:
+            return payload, self.decode(payload, block, round_, sender)
+        indices, fixed = encoded.sparse.indices, encoded.sparse.fixed
+        return payload, FixedUpdate(self.size, indices, _coarser(fixed))
 
     def decode(self, payload: bytes, block: int, round_: int, sender: bytes) -> FixedUpdate:
         """The update that `sender` made for this block and round; otherwise a typed WireError."""

@@ -10,6 +10,7 @@ from hypothesis import given, settings
 from hypothesis import strategies as st
 
 from swarm.aggregate import (
+    CUT,
     SCALE_ONE,
     VALUE_LIMIT,
     FixedUpdate,
@@ -28,6 +29,7 @@ from swarm.aggregate import (
     rounded_mean,
     scaled,
     step_digest,
+    summed,
     to_fixed,
     to_float,
     weights_digest,
@@ -64,6 +66,38 @@ def test_form_of_an_update_changes_nothing(
     assert one.delta.same_as(other.delta)
     assert (one.scales, one.scores) == (other.scales, other.scores)
     assert step_digest(one.delta) == step_digest(FixedUpdate(SIZE, None, other.delta.dense()))
+
+
+@given(st.lists(vectors(), min_size=1, max_size=6), st.lists(vectors(), max_size=8))
+@settings(max_examples=60)
+def test_steps_are_as_good_as_their_sum(
+    updates: list[FixedUpdate], steps: list[FixedUpdate]
+) -> None:
+    whole = summed([(step, 1) for step in steps]) if steps else None
+    one, other = aggregate(updates, trend=steps), aggregate(updates, trend=whole)
+    assert one.delta.same_as(other.delta)
+    assert (one.scales, one.scores) == (other.scales, other.scores)
+
+
+@pytest.mark.parametrize("size", [1, CUT - 1, CUT, CUT + 1, 2 * CUT + 77])
+@pytest.mark.parametrize("dense", [0, 1])
+def test_a_sum_in_pieces_is_the_sum(size: int, dense: int) -> None:
+    rng = np.random.default_rng(size)
+    parts = []
+    for number, share in enumerate((0.0, 0.01, 0.2, 1.0)):
+        values = rng.integers(-VALUE_LIMIT + 1, VALUE_LIMIT, size) * (rng.random(size) < share)
+        at = np.flatnonzero(values)
+        sparse = FixedUpdate(size, at, values[at])
+        parts.append(
+            (FixedUpdate(size, None, values) if dense and number == 2 else sparse, 1 - number)
+        )
+    total = summed(parts)
+    expected = sum(times * part.dense() for part, times in parts)
+    assert np.array_equal(total.dense(), expected)
+    assert (total.indices is None) == (2 * np.count_nonzero(expected) >= size)
+    few = summed(parts[:2])
+    assert few.indices is not None or size == 1
+    assert np.array_equal(few.dense(), parts[0][0].dense())  # the second counts 0 times
 
 
 @given(st.lists(vectors(), min_size=3, max_size=7))

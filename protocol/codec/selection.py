@@ -82,18 +82,40 @@ def _largest_in_rows(magnitudes: Float32s, keep: int) -> Int64s:
         raise NonFiniteError("the vector contains NaN or Inf")
     rows, width = magnitudes.shape
     thresholds, exact = _thresholds(magnitudes, keep)
-    passed = np.flatnonzero(magnitudes >= thresholds[:, None])
-    row_of = passed // width
-    counts = np.bincount(row_of, minlength=rows)
+    reached = magnitudes >= thresholds[:, None]
+    counts = np.count_nonzero(reached, axis=1)
     short = np.flatnonzero(counts < keep)
     if len(short) and not exact:
         thresholds[short] = _kth_largest(magnitudes[short], keep)
-        passed = np.flatnonzero(magnitudes >= thresholds[:, None])
-        row_of = passed // width
-        counts = np.bincount(row_of, minlength=rows)
-    # The bits of a float that is not negative are ordered as the float: one integer sort by
-    # (row, magnitude downwards, position) ranks all rows at once.
-    bits = magnitudes.reshape(-1)[passed].view(np.int32).astype(np.int64)
+        reached[short] = magnitudes[short] >= thresholds[short, None]
+        counts = np.count_nonzero(reached, axis=1)
+    passed = np.flatnonzero(reached)
+    found = magnitudes.reshape(-1)[passed]
+    row_of = np.repeat(np.arange(rows), counts)
+    chosen = found >= _kth_of_ragged(found, row_of, counts, keep)[row_of]
+    chosen &= found > 0
+    if (np.bincount(row_of[chosen], minlength=rows) > keep).any():  # equals: the first of them
+        return _ranked(found, passed, row_of, counts, keep, width)
+    return passed[chosen]
+
+
+def _kth_of_ragged(values: Float32s, row_of: Int64s, counts: Int64s, k: int) -> NDArray[np.float32]:
+    """The k-th largest of each row, where row i has its `counts[i]` >= k values in `values`."""
+    table = np.zeros((len(counts), int(counts.max())), dtype=np.float32)
+    firsts = np.cumsum(counts) - counts
+    table[row_of, np.arange(len(values)) - firsts[row_of]] = values
+    return _kth_largest(table, k)
+
+
+def _ranked(
+    found: Float32s, passed: Int64s, row_of: Int64s, counts: Int64s, keep: int, width: int
+) -> Int64s:
+    """The `keep` largest of each row of candidates; of equals the first.
+
+    The bits of a float that is not negative are ordered as the float: one integer sort by (row,
+    magnitude downwards, position) ranks all rows at once.
+    """
+    bits = found.view(np.int32).astype(np.int64)
     column_bits = max(width - 1, 1).bit_length()
     key = ((row_of << 31) | (0x7FFFFFFF - bits)) << column_bits | (passed - row_of * width)
     key.sort()

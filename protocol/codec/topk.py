@@ -148,7 +148,10 @@ def _fit_levels(ratios: NDArray[np.float64], value_bits: int) -> Int64s:
         edges = np.concatenate([[0], edges, [len(sample)]])
         counts = np.diff(edges)
         means = np.diff(sums[edges]) / np.maximum(counts, 1)
-        centres = np.where(counts > 0, means, centres)
+        moved = np.where(counts > 0, means, centres)
+        if np.array_equal(moved, centres):
+            break  # for good: the next iteration would do the same
+        centres = moved
     return np.sort(np.clip(np.rint(centres), 1, _LEVEL_LIMIT).astype(np.int64))
 
 
