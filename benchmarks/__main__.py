@@ -21,6 +21,8 @@ ALL = (
     "attacks",
     "gb_per_nat",
     "sweep",
+    "storm",
+    "three_hosts",
     "quality",
 )
 

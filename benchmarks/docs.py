@@ -5,7 +5,7 @@ from __future__ import annotations
 import json
 from typing import Any
 
-from benchmarks import sweep_table
+from benchmarks import sweep_table, three_hosts_table
 from benchmarks.gb_per_nat import pareto
 from benchmarks.harness import RESULTS, ROOT
 
@@ -47,6 +47,10 @@ def section(result: dict[str, Any]) -> list[str]:
         lines += ["", *quality_table(result["rows"]), *quality_plot(result["rows"])]
     elif result["name"] == "gb_per_nat":
         lines += ["", *exchange_table(result["rows"]), *exchange_plot(result["rows"])]
+    elif result["name"] == "three_hosts":
+        three_hosts_table.plot(result["rows"], PLOTS / "three_hosts.png")
+        lines += ["", *three_hosts_table.tables(result["rows"])]
+        lines += ["", "![CE over GB moved on three hosts](plots/three_hosts.png)"]
     elif result["name"] == "sweep":
         sweep_table.plot(result["rows"], PLOTS / "sweep.png")
         lines += ["", *sweep_table.tables(result["rows"])]

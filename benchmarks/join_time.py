@@ -5,8 +5,7 @@ timed from its start until its first step is heard of. The phases are the newcom
 (`node.phases`): python (the interpreter and our command line), libraries (hivemind and torch),
 run_file (p2pd for the question, and the answer), p2pd (its own, and the host's modules), dht,
 block (clocks, and which block), trainer (what is left of the training process' start: it was begun
-first, beside all the others), first_step. catch_up is after it: until the newcomer stands on the
-consensus of others, beside the training.
+first, beside all the others), first_step. Catching up with the consensus goes on beside training.
 
 Memory: the newcomer's processes together at their peak against what `join` says before it starts.
 Anonymous and shared pages as they are divided among its processes, and file pages as many as the

@@ -100,6 +100,8 @@ def _turn(state: RoundState, now_s: float, out: list[act.Action]) -> RoundState:
     number = round_at(now_s, state.rules.start_s, state.rules.period_s)
     if number <= state.round:
         return state
+    if number < 0:  # the run has not begun: nothing to exchange, and no round of such a number
+        return replace(state, round=number)
     state = _close(state, out)
     opens = exchange_opens_s(number, state.rules.start_s, state.rules.period_s)
     seen = [v.proposal_s for v in state.peers.values() if v.round >= state.round]

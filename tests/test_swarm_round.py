@@ -35,6 +35,18 @@ def theirs(peer: int, number: int) -> UpdateRef:
     return UpdateRef(bytes([peer + 1]) * 28 + number.to_bytes(4, "big"), f"p{peer}")
 
 
+@given(now_s=st.floats(-100.0, -0.1))
+def test_nothing_is_exchanged_before_the_run_begins(now_s: float) -> None:
+    """Whoever comes early, or has a clock that is behind, waits for round 0."""
+    state, actions = step(
+        RoundState("me", RULES, ConsensusLog((START,)), round=-9), act.Tick(), now_s
+    )
+    assert actions == [] and state.stage is None and state.round < 0
+    assert now_s < next_wakeup_s(state, now_s) <= now_s + RULES.period_s
+    state, actions = step(state, act.Tick(), 0.5)
+    assert state.round == 0 and actions
+
+
 peers = st.integers(0, 3)
 rounds = st.integers(0, 4)
 heads = st.sampled_from([START.digest, b"x" * 32, b"y" * 32])

@@ -1,0 +1,236 @@
+"""The public-network experiments and the storm: what they make of event logs, and a real storm."""
+
+from __future__ import annotations
+
+import sys
+from dataclasses import replace
+from pathlib import Path
+from typing import Any
+
+import pytest
+
+ROOT = Path(__file__).resolve().parent.parent
+sys.path.insert(0, str(ROOT))  # the benchmarks are no installed package
+
+from benchmarks import storm, storm_checks, three_hosts  # noqa: E402
+from benchmarks import three_hosts_events as log  # noqa: E402
+from benchmarks.storm_checks import Excuse, Sample  # noqa: E402
+from benchmarks.three_hosts_swarm import SPARSE, expected_bytes, start_ce  # noqa: E402
+from benchmarks.wan import namespaces, topology  # noqa: E402
+from node.cli_operator import emit  # noqa: E402
+from swarm.runfile import parse  # noqa: E402
+
+
+def _round(number: int, **changes: Any) -> log.Event:
+    event: log.Event = {
+        "kind": "round",
+        "time_s": 100.0 + 5 * number,
+        "peer": "me",
+        "block": 0,
+        "round": number,
+        "outcome": "decided",
+        "in_time": [],
+        "late": [],
+        "refused": [],
+        "agreed": [],
+        "left_out": [],
+        "included": True,
+        "first_deadline_s": 1.0,
+        "consensus": f"c{number}",
+        "consensus_round": number,
+        "update_bytes": 10,
+        "traffic": [{"purpose": "update", "sent_bytes": 1000, "received_bytes": 0}],
+        "consensus_ce_nats": 5.0 - number / 10,
+        "steps": 3,
+    }
+    return {**event, **changes}
+
+
+# --- the experiments ------------------------------------------------------------------------------
+
+
+@pytest.mark.parametrize("quick", [True, False])
+def test_every_row_is_a_run_and_a_topology(quick: bool) -> None:
+    table = three_hosts.variants(quick)
+    assert len({v.key for v in table}) == len({v.name for v in table}) == len(table)
+    for variant in table:
+        found = topology.parse(variant.plan.topology.encode())
+        workers = sum(h.workers for h in found.hosts if h.role != "none")
+        assert workers == variant.workers
+        blocks = [place % variant.shape.blocks for place in range(workers)]
+        assert min(blocks.count(b) for b in range(variant.shape.blocks)) >= 2  # all exchange
+        read = parse(emit(variant.plan.run))
+        assert read == variant.plan.run
+        assert variant.plan.load(workers) < 0.6, "two cores must keep up, with room for the rest"
+        assert variant.plan.seconds < 40 * 60
+
+
+def test_sparse_and_dense_differ_in_the_codec_alone() -> None:
+    sparse, dense = three_hosts.variants(quick=False)[:2]
+    assert replace(sparse, name=dense.name, codec=dense.codec) == dense
+    assert (sparse.codec, dense.codec) == (SPARSE, "fp32")
+
+
+def test_replicas_of_a_block_are_on_different_hosts() -> None:
+    variant = three_hosts.variants(quick=False)[0]
+    hosts = [h for h in topology.parse(variant.plan.topology.encode()).hosts if h.role != "none"]
+    places = [host.name for host in hosts for _ in range(host.workers)]
+    for block in range(variant.shape.blocks):
+        holders = places[block :: variant.shape.blocks]
+        assert len(set(holders)) == len(holders) == 2
+
+
+def test_the_control_differs_by_the_slow_host_alone() -> None:
+    ten, control = three_hosts.variants(quick=False)[2:]
+    slow = topology.parse(ten.plan.topology.encode())
+    even = topology.parse(control.plan.topology.encode())
+    assert [h.name for h in slow.hosts if h != even.host(h.name)] == ["slow"]
+    assert slow.host("slow").cpu_percent == 10 and even.host("slow").cpu_percent == 0
+    assert slow.host("slow").link.up_mbit == even.host("slow").link.up_mbit / 10
+    assert sum(h.nat for h in slow.hosts) == 2
+    assert slow.host("lossy").link.loss_percent == 5
+
+
+def test_figures_of_rows_that_are_there() -> None:
+    one = {
+        "ce_start": 5.6,
+        "ce_end": 1.6,
+        "gb_moved": 0.04,
+        "gb_per_nat": 0.01,
+        "ledger_error_percent": 2.0,
+        "included_percent": 100.0,
+    }
+    assert three_hosts.figures([]) == {}
+    found = three_hosts.figures(
+        [{"name": "sparse", **one}, {"name": "dense", **one, "gb_per_nat": 0.8}]
+    )
+    assert found["dense_ratio"] == pytest.approx(80) and found["gb_per_nat_dense"] == 0.8
+    ten = {"nat_included": 0.9, "ce_end": 2.0, "slow_rounds": 9}
+    ten |= {"others_round_s": 10.5, "others_deadline_s": 2.0}
+    even = {**ten, "others_round_s": 10.0, "others_deadline_s": 1.5}
+    found = three_hosts.figures([{"name": "ten", **ten}, {"name": "ten, none slow", **even}])
+    assert found["slow_host_delay_percent"] == pytest.approx(5)
+    assert found["slow_host_wait_percent"] == pytest.approx(5)
+
+
+def test_the_start_is_that_of_an_untrained_model() -> None:
+    run = three_hosts.variants(quick=True)[0].plan.run
+    assert 5.5 < start_ce(run, 4096) < 5.7
+
+
+def test_a_half_written_line_is_left_for_later(tmp_path: Path) -> None:
+    assert log.read(tmp_path) == []
+    (tmp_path / "events.jsonl").write_text('{"kind":"node","what":"started"}\n{"kind":')
+    assert log.read(tmp_path) == [{"kind": "node", "what": "started"}]
+    assert log.said(log.read(tmp_path), "started")
+    assert not log.said(log.read(tmp_path), "left")
+
+
+def test_who_took_part() -> None:
+    late = [_round(n, included=n > 4) for n in range(3, 8)]
+    logs = {
+        "a": [_round(n) for n in range(8)],
+        "b": [_round(0, included=None, update_bytes=0), *late],
+    }
+    assert log.common_first(logs) == 5
+    assert log.included_share(logs, 3) == pytest.approx(8 / 10)
+    assert log.included_share({}) == 0.0
+
+
+def test_an_undecided_round_makes_the_others_longer() -> None:
+    even = {"a": [_round(n) for n in range(10)]}
+    assert log.seconds_per_decision(even, 0) == pytest.approx(5)
+    odd = {"a": [_round(n, outcome="empty" if n == 4 else "decided") for n in range(10)]}
+    assert log.seconds_per_decision(odd, 0) == pytest.approx(50 / 9)
+    assert log.deadline_s(odd, 0) == 1.0
+    assert log.of_block({**even, "b": [_round(1, block=1)]}, 0, without=("a",)) == {}
+
+
+def test_the_curve_is_of_the_last_block_and_counts_all_bytes() -> None:
+    logs = {"a": [_round(1)], "b": [_round(1, block=1, consensus_ce_nats=3.0)]}
+    assert log.curve(logs) == [(1, 2e-6, 3.0)]
+    assert log.bytes_by_purpose(logs) == {"update": 2000}
+
+
+def test_the_documented_overhead_of_large_and_of_small_frames() -> None:
+    assert 1.03 < expected_bytes(10**8, 100, 0) / 1e8 < 1.07
+    assert expected_bytes(1000, 10, 0) > 1000 + 10 * 52
+    assert expected_bytes(0, 0, 77) == 77
+
+
+# --- the storm ------------------------------------------------------------------------------------
+
+
+def test_a_silence_is_a_hang_unless_the_host_was_down() -> None:
+    logs = {"a": [_round(n) for n in (0, 1, 2, 8, 9)]}  # silent from 110 s to 140 s
+    storm_span = (100.0, 150.0)
+    assert [h[0] for h in storm_checks.hangs(logs, [], 5.0, storm_span)] == ["a"]
+    assert not storm_checks.hangs(logs, [Excuse("a", 112, 135)], 5.0, storm_span)
+    assert storm_checks.hangs(logs, [Excuse("b", 112, 135)], 5.0, storm_span)
+    assert storm_checks.hangs(logs, [Excuse("a", 112, 135)], 5.0, (100.0, 170.0))  # never again
+
+
+def test_disagreement_may_last_three_rounds_and_a_partition() -> None:
+    def logs(split: range) -> dict[str, list[log.Event]]:
+        other = [_round(n, consensus="x" if n in split else f"c{n}") for n in range(20)]
+        return {"a": [_round(n) for n in range(20)], "b": other}
+
+    assert storm_checks.disagreements(logs(range(5, 8)), []) == []
+    assert storm_checks.disagreements(logs(range(5, 9)), []) == [(0, 5, 4)]
+    assert storm_checks.disagreements(logs(range(5, 12)), [range(5, 10)]) == []
+    assert storm_checks.disagreements(logs(range(16, 20)), []) == [(0, 16, 4)]
+
+
+def test_lost_and_undecided_rounds() -> None:
+    logs = {"a": [_round(1), _round(2), _round(3, consensus_round=0)]}
+    assert storm_checks.lost_rounds(logs) == 2
+    assert storm_checks.lost_rounds({"a": [_round(1), _round(2)]}) == 0
+    logs = {"a": [_round(n, outcome="empty" if n == 2 else "decided") for n in range(5)]}
+    assert storm_checks.undecided_rounds(logs, 4) == 1
+    logs["b"] = [_round(2)]  # somebody decided it
+    assert storm_checks.undecided_rounds(logs, 4) == 0
+
+
+def test_a_liar_that_is_left_out_is_seen_and_not_counted() -> None:
+    events = [
+        _round(1, refused=[{"peer": "liar", "reason": "size"}]),
+        _round(2, agreed=["liar"], left_out=["liar"]),
+        _round(3, agreed=["liar"]),
+        _round(4),
+    ]
+    assert storm_checks.left_out({"a": events}, "liar") == (1, 3)
+
+
+def test_growth_is_from_when_a_host_had_settled() -> None:
+    samples = [Sample(float(t), 100 + (50 if t < 20 else t), 10, 5) for t in range(100)]
+    found = storm_checks.growth({"a": samples}, 100.0)
+    assert found["memory_growth_percent"] == pytest.approx(100 * (187 / 137.5 - 1), abs=1)
+    assert found["descriptor_growth"] == found["thread_growth"] == 0
+    first, last = storm_checks.ce_ends({"a": [_round(n) for n in range(20)]})
+    assert first > last
+
+
+@pytest.mark.parametrize("hosts", [storm.HOSTS, storm.QUICK_HOSTS])
+def test_the_storms_topology_and_run(hosts: tuple[str, ...]) -> None:
+    found = topology.parse(storm.topology(hosts).encode())
+    assert [h.name for h in found.hosts if h.role == "seed"] == ["seed"]
+    assert {h.name for h in found.hosts if h.role == "none"} == {"liar", "new"}
+    assert parse(emit(storm.storm_run(50))) == storm.storm_run(50)
+
+
+@pytest.mark.long
+def test_five_minutes_of_storm() -> None:
+    """Takes about seven minutes with the start."""
+    try:
+        namespaces.check_rights()
+    except namespaces.NoRights as error:
+        pytest.skip(f"{error.message}: {error.hint}")
+    figures, rows = storm.run(quick=False)
+    shown = "\n".join(map(str, [figures, *rows]))
+    assert figures["faults"] >= 9, shown
+    for name in ("hangs", "orphans", "digest_disagreements", "lies_counted"):
+        assert figures[name] == 0, shown
+    assert figures["lost_rounds"] <= 1, shown
+    assert figures["ce_last"] < figures["ce_first"], shown
+    assert figures["memory_growth_percent"] < 25, shown
+    assert figures["descriptor_growth"] < 30 and figures["thread_growth"] < 20, shown
