@@ -104,7 +104,7 @@ def measure(variant: Variant) -> dict[str, Any]:
         outcome = experiment(plan, late)
     except BlockswarmError as error:
         raise explained(error) from None
-    ce_start = start_ce(plan.run, variant.evaluate_bytes)
+    ce_start = start_ce(plan.run, benchmark_corpus(), variant.evaluate_bytes)
     ce_end = float(outcome.assembled["ce_nats"])
     gained = ce_start - ce_end
     moved, swarm = outcome.figures, plan.run.run

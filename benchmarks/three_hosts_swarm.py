@@ -25,7 +25,7 @@ from benchmarks.wan.namespaces import BedFailed
 from benchmarks.wan.processes import Command
 from benchmarks.wan.runner import SwarmOnBed
 from node.cli_operator import emit
-from node.data import WIKITEXT2_VARIABLE, benchmark_corpus
+from node.data import WIKITEXT2_VARIABLE, Corpus
 from protocol.errors import BlockswarmError
 from protocol.ledger import LinkModel
 from swarm.run import ModelShape, Run, Training
@@ -239,7 +239,7 @@ def expected_bytes(counted: int, frames: int, estimated: int) -> int:
     return whole + small * (TUN_HEADER_BYTES * 3 // 2 + 12 + 18) + estimated
 
 
-def start_ce(run: RunFile, evaluate_bytes: int) -> float:
+def start_ce(run: RunFile, corpus: Corpus, evaluate_bytes: int) -> float:
     """Honest CE of the first weights, on the bytes that the assembled model is judged by."""
     from node.local_training import held_out_batches
     from swarm.composition import ComposedModel
@@ -248,7 +248,7 @@ def start_ce(run: RunFile, evaluate_bytes: int) -> float:
 
     spec = run.run
     blocks = [initial_block(spec, block) for block in range(spec.model.blocks)]
-    batches = held_out_batches(benchmark_corpus(), "test", spec.model.context, evaluate_bytes)
+    batches = held_out_batches(corpus, "test", spec.model.context, evaluate_bytes)
     return honest_ce(ComposedModel(spec, blocks), batches).ce_nats
 
 

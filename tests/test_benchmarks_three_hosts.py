@@ -18,6 +18,7 @@ from benchmarks.storm_checks import Excuse, Sample  # noqa: E402
 from benchmarks.three_hosts_swarm import SPARSE, expected_bytes, start_ce  # noqa: E402
 from benchmarks.wan import namespaces, topology  # noqa: E402
 from node.cli_operator import emit  # noqa: E402
+from node.data import load_corpus  # noqa: E402
 from swarm.runfile import parse  # noqa: E402
 
 
@@ -115,7 +116,7 @@ def test_figures_of_rows_that_are_there() -> None:
 
 def test_the_start_is_that_of_an_untrained_model() -> None:
     run = three_hosts.variants(quick=True)[0].plan.run
-    assert 5.5 < start_ce(run, 4096) < 5.7
+    assert 5.5 < start_ce(run, load_corpus("python"), 4096) < 5.7
 
 
 def test_a_half_written_line_is_left_for_later(tmp_path: Path) -> None:
