@@ -149,9 +149,11 @@ class BlockCopy(Follower):
 def signed_round(records: Sequence[SignedRecord]) -> int:
     """The round of the head that most replicas have signed; of equals the newest one.
 
-    Not simply the newest: one stranger's record can claim any round.
+    Not simply the newest: one stranger's record can claim any round. Who stands at the beginning
+    has not caught up yet, and says nothing about where the others are.
     """
-    support = Counter((s.record.head_round - 1, s.record.consensus) for s in records)
+    moved = [s for s in records if s.record.head_round > 0] or records
+    support = Counter((s.record.head_round - 1, s.record.consensus) for s in moved)
     (number, _), _ = max(support.items(), key=lambda item: (item[1], item[0][0], item[0][1]))
     return number
 

@@ -299,6 +299,13 @@ def test_the_signed_round_is_that_of_most_and_of_equals_the_newest() -> None:
     assert signed_round([old.record(), new.record(), other.record()]) == 1
 
 
+def test_newcomers_that_have_not_caught_up_do_not_outvote_who_has_trained(swarm: Swarm) -> None:
+    """Else an assembly would be the first weights as long as most hosts are new."""
+    swarm.replicas += [Replica(80 + number, 2) for number in range(3)]
+    assert pull(swarm.assembler()).versions == [4, 5, 6]
+    assert signed_round([Replica(1, 0).record(), Replica(2, 0).record()]) == -1
+
+
 # Blocks without replicas.
 
 
