@@ -6,10 +6,13 @@ training: that is said once.
 
 from __future__ import annotations
 
-from collections.abc import Callable
+import os
+from collections.abc import Callable, Iterator
 from pathlib import Path
 
-from swarm.events import LogEvent, to_line
+from swarm.events import EventError, LogEvent, from_line, to_line
+
+LATELY_BYTES = 8 << 20  # about a day of rounds of 15 s
 
 
 class EventLog:
@@ -35,3 +38,18 @@ class EventLog:
             if not self._failed:
                 self.say(f"cannot write {self.path.name}: {error.strerror}; training goes on")
             self._failed = True
+
+    def lately(self) -> Iterator[LogEvent]:
+        """What the end of the log tells of earlier processes. What cannot be read is left out."""
+        try:
+            with open(self.path, "rb") as file:
+                start = max(0, os.fstat(file.fileno()).st_size - LATELY_BYTES)
+                file.seek(start)
+                lines = file.read(LATELY_BYTES).split(b"\n")
+        except OSError:
+            return
+        for line in lines[1 if start else 0 :]:
+            try:
+                yield from_line(line.decode())
+            except (EventError, UnicodeDecodeError, OverflowError):
+                continue

@@ -8,7 +8,7 @@ host and the supervisor of several show the same things. `node.terminal` owns th
 from __future__ import annotations
 
 from collections import deque
-from collections.abc import Sequence
+from collections.abc import Iterable, Sequence
 from dataclasses import dataclass, field
 
 from node.terminal import one_line
@@ -64,8 +64,7 @@ class HostView:
         match event:
             case RoundEvent():
                 self.block, self.last, self.state = event.block, event, ""
-                size = sum(t.sent_bytes + t.received_bytes for t in event.traffic)
-                self.moved.append((event.time_s, size))
+                self.remember([event])
                 if event.consensus_ce_nats is not None:
                     self.consensus_ce_nats = event.consensus_ce_nats
                 if event.local_ce_nats is not None:
@@ -81,8 +80,15 @@ class HostView:
             case NodeEvent(what="run_ended"):
                 self.state = "the run is over"
 
+    def remember(self, events: Iterable[LogEvent]) -> None:
+        """Bytes of rounds, also of those before this process: the day is the host's, not ours."""
+        for event in events:
+            if isinstance(event, RoundEvent):
+                size = sum(t.sent_bytes + t.received_bytes for t in event.traffic)
+                self.moved.append((event.time_s, size))
+
     def moved_bytes(self, now_s: float) -> int:
-        """In the last 24 hours, as far as this process knows."""
+        """In the last 24 hours."""
         while self.moved and self.moved[0][0] < now_s - DAY_S:
             self.moved.popleft()
         return sum(size for _, size in self.moved)

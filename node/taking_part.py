@@ -232,6 +232,8 @@ async def _until_stopped(member: Member, part: Part, run_file: RunFile) -> None:
         asyncio.create_task(_note_first_step(member)),
     ]
     live = on_terminal() and not as_json and part.worker is None
+    if live:
+        view.remember(member.events.lately())
 
     def show(event: LogEvent) -> None:
         view.hear(event)

@@ -4,6 +4,9 @@ from __future__ import annotations
 
 from pathlib import Path
 
+import pytest
+
+from node import event_log
 from node.event_log import EventLog
 from swarm.events import LogEvent, NodeEvent, from_line
 
@@ -40,3 +43,25 @@ def test_what_cannot_be_written_is_said_once_and_heard_all_the_same(tmp_path: Pa
     (tmp_path / "file").write_text("again")
     log.write(event("round"))
     assert len(said) == 2  # it had been over in between
+
+
+def test_the_end_of_the_log_tells_of_earlier_processes(tmp_path: Path) -> None:
+    log = EventLog(tmp_path, lambda text: None)
+    assert list(log.lately()) == []  # no file yet
+    for what in ("started", "left"):
+        log.write(event(what))
+    with open(log.path, "ab") as file:
+        file.write(b"\xff not a line\n{}\n")
+    log.write(event("resumed"))
+    assert list(log.lately()) == [event("started"), event("left"), event("resumed")]
+
+
+def test_of_a_long_log_only_the_end_is_read(
+    tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    log = EventLog(tmp_path, lambda text: None)
+    for number in range(50):
+        log.write(event(f"left {number}"))
+    monkeypatch.setattr(event_log, "LATELY_BYTES", 500)
+    found = list(log.lately())
+    assert found[-1] == event("left 49") and 2 <= len(found) < 20

@@ -89,6 +89,13 @@ def test_the_live_line_has_all_of_it() -> None:
     assert "60 kB of 5 GB today" in line and "next exchange in 11 s" in line
 
 
+def test_the_day_is_the_hosts_and_not_the_processs() -> None:
+    view = HostView()
+    view.remember([event(time_s=100.0), NodeEvent(1.0, "me", "left"), event(time_s=90_000.0)])
+    assert view.state == "joining" and view.last is None
+    assert view.moved_bytes(90_001.0) == 30_000  # the first round is more than a day ago
+
+
 def test_before_the_first_round_and_in_special_states() -> None:
     view = HostView()
     assert "joining" in fitted(host_line(view, TIMES, None, 1001.0, None), 100)
