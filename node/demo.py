@@ -9,6 +9,7 @@ however it ends.
 from __future__ import annotations
 
 import contextlib
+import ctypes
 import json
 import os
 import shutil
@@ -93,6 +94,23 @@ def _drain(stream: Any, hear: Callable[[str], None]) -> None:
         hear(line)
 
 
+def _libc() -> Any:
+    with contextlib.suppress(OSError, AttributeError):
+        libc = ctypes.CDLL(None)
+        return libc if libc.prctl else None
+    return None
+
+
+_LIBC = _libc()  # loaded here: between fork and exec nothing may be
+_PR_SET_PDEATHSIG = 1
+
+
+def _leave_with_the_demo() -> None:
+    """In the child: leave when the demo is gone, also if it was killed. Only Linux can."""
+    if _LIBC is not None:
+        _LIBC.prctl(_PR_SET_PDEATHSIG, signal.SIGTERM)
+
+
 class DemoSwarm:
     """Starts workers and sees to it that none is left."""
 
@@ -110,6 +128,7 @@ class DemoSwarm:
             stderr=subprocess.PIPE,
             text=True,
             start_new_session=True,
+            preexec_fn=_leave_with_the_demo,
         )
         worker = Worker(name, process)
         worker.listen()
