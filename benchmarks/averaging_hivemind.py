@@ -86,6 +86,7 @@ class Peer:
             case "match":
                 return {"seconds": self._match(averager)}
             case "go":
+                # All peers begin at one moment.
                 time.sleep(max(order["at_s"] - time.monotonic(), 0.0))
                 self.step.allow_allreduce()
                 try:
@@ -112,6 +113,7 @@ class Peer:
                 self.step.result()
             if time.monotonic() - began_s > MATCHMAKING_S:
                 raise TimeoutError("no group")
+            # hivemind has no event for it; it ends by MATCHMAKING_S.
             time.sleep(0.005)
         return time.monotonic() - began_s
 

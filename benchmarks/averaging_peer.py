@@ -114,6 +114,7 @@ class Averager:
             self.clock,
             self,
         )
+        # We have the two methods of a Service that it calls.
         serve_replica(self, self.replica, self.board.hear, self.board.known, time.time)  # type: ignore[arg-type]
         self.tasks = [
             asyncio.create_task(self.replica.running.queue.run()),

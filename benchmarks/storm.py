@@ -205,6 +205,7 @@ class Storm:
             if at_s - looked_s >= SAMPLE_EVERY_S:
                 looked_s = at_s
                 self.look()
+            # The clock of the storm: faults come at their times.
             time.sleep(0.1)
 
     def finish(self) -> float:

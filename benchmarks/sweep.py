@@ -87,6 +87,7 @@ def timed_rows(
         after_idle_s = 0.0
         if not mode.per_byte:
             # Afterwards streams are open and TCP's windows have grown, as in steady use.
+            # The idle time is what is measured: TCP's windows shrink in it.
             time.sleep(scale.idle_s)
             after_idle_s = served.ask(orders[:1])[0][0]["seconds"]
         before = served.wire_bytes()

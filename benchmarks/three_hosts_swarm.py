@@ -172,6 +172,7 @@ def _until_ended(swarm: SwarmOnBed, plan: Plan, start_s: int, late: Sequence[str
         if now > shown and now % 5 == 0:
             shown = now
             say(_standing(swarm, now))
+        # Looks at processes until the run's end; one that dies is raised above.
         time.sleep(0.5)
 
 

@@ -51,6 +51,7 @@ class Bed:
         try:
             self._tell(json.dumps(self._text))
         except BaseException:
+            # Also Ctrl-C: a forwarder must not be left.
             self._stop_forwarder()
             raise
         return self

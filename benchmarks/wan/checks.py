@@ -24,6 +24,7 @@ def names(kind: type) -> set[str]:
 
 def made(kind: type[T], where: str, values: dict[str, Any]) -> T:
     """A dataclass from a table: no unknown field, every value of its field's type."""
+    # `kind` is a dataclass, which a type variable cannot say.
     types = {field.name: str(field.type) for field in fields(kind)}  # type: ignore[arg-type]
     only(where, values, *types)
     wanted: dict[str, type] = {"float": float, "int": int, "str": str, "bool": bool}
@@ -38,6 +39,7 @@ def made(kind: type[T], where: str, values: dict[str, Any]) -> T:
 
 def typed(name: str, value: Any, wanted: type[T]) -> T:
     if wanted is float and type(value) is int:
+        # T is float here; mypy does not narrow it by `is`.
         return float(value)  # type: ignore[return-value]
     if type(value) is not wanted:
         shown = {float: "a number", int: "a whole number", str: "a text", bool: "true or false"}

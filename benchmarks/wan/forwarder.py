@@ -71,6 +71,7 @@ class Forwarder:
                 busy = self._order - before >= BUSY_PACKETS
                 window_s, before = now_s, self._order
             if busy:
+                # Packets gather, and one wake-up carries many.
                 time.sleep(REST_S)
                 wait_s = max(0.0, wait_s - REST_S)
             ready, _, _ = select.select(watched, [], [], wait_s)
@@ -195,6 +196,7 @@ def build_all(topology: Topology) -> list[int]:
             name = namespace_of(os.getpid(), host.name)
             namespaces.build(name, device, address, topology.mtu)
     except BaseException:
+        # Also Ctrl-C: no half-made namespace may be left.
         remove_all(topology)
         raise
     return fds

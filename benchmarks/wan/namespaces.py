@@ -161,6 +161,7 @@ def remove(name: str) -> None:
         for pid in found:
             with suppress(ProcessLookupError):
                 os.kill(pid, signal.SIGKILL)
+        # Until the kernel has let go of them; 5 s at most.
         time.sleep(0.02)
     with suppress(BedFailed):
         ip("netns", "del", name)

@@ -50,6 +50,7 @@ class Command:
                     return str(address)
             if ended or time.monotonic() > end_s:
                 raise BedFailed(f"{self.host} told no address", self.last_words())
+            # Polls the file that it prints to, until `end_s`.
             time.sleep(0.1)
 
     def last_words(self) -> str:

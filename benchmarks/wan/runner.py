@@ -67,6 +67,7 @@ class SwarmOnBed:
                     raise BedFailed(
                         f"worker {key[1]} of {key[0]} does not train", command.last_words()
                     )
+            # Polls the event logs, until `end_s`.
             time.sleep(0.2)
 
     def _command(self, host: Host, worker: int, what: list[object]) -> Command:
@@ -109,6 +110,7 @@ class SwarmOnBed:
             for (name, worker), command in self.commands.items():
                 if command.process.poll() is not None:
                     raise BedFailed(f"worker {worker} of {name} ended", command.last_words())
+            # The clock of the run; partitions come at their times.
             time.sleep(min(0.5, end_s - now_s))
         self.bed.heal()
 
