@@ -11,9 +11,8 @@ are not simulated: a live swarm does better.
 
 from __future__ import annotations
 
-import json
 from collections.abc import Callable
-from dataclasses import asdict, dataclass
+from dataclasses import dataclass
 from typing import Any
 
 import numpy as np
@@ -21,44 +20,29 @@ import torch
 
 from benchmarks import harness
 from benchmarks.exchange import Diverged, ExchangeRules, ExchangeSwarm
-from benchmarks.exchange_rows import HeldOut, cpu_minutes, run_of, train
-from benchmarks.gb_per_nat import DEFAULT
+from benchmarks.exchange_rows import DEFAULT, HeldOut, SmallRow, cpu_minutes, train
 from node.data import benchmark_corpus
 from protocol.limits import PEER_ID_BYTES
 from swarm.aggregate import FixedUpdate, Ints, Rule, norm
 from swarm.feedback import unsent
 from swarm.flat import flat_weights
-from swarm.run import ModelShape, Run
 from swarm.updates import UpdateCodec
 
 ATTACKED = 1
 HEADER_BYTES = 2 + 8 + PEER_ID_BYTES  # block, round, sender
 NAN = b"\x00\x00\xc0\x7f"
 OLD_ROUND = 5  # of the update that is replayed: large, and soon out of date
-ROUNDS, STEPS = 60, 4
 REFUSED = "NaN, replay, other block, oversized"
 LIES = ("sign flip", "scaled by 100", "noise of an honest norm", "an old update under a new name")
 
 
-@dataclass(frozen=True)
-class Variant:
+@dataclass(frozen=True, kw_only=True)
+class Variant(SmallRow):
     """Who lies how, and how updates are combined."""
 
-    name: str
     lie: str
     plain: bool = False
     honest: int = 3
-    quick: bool = False
-    rounds: int = ROUNDS
-
-    @property
-    def key(self) -> str:
-        return json.dumps({**asdict(self), "steps": STEPS, "codec": DEFAULT}, sort_keys=True)
-
-    @property
-    def run(self) -> Run:
-        width, context = (32, 64) if self.quick else (128, 128)
-        return run_of(self.rounds, STEPS, 0, ModelShape(3, 1, width, 4, context))
 
     @property
     def replicas(self) -> tuple[int, ...]:
@@ -66,16 +50,16 @@ class Variant:
 
 
 def variants(quick: bool) -> list[Variant]:
-    size: dict[str, Any] = {"quick": True, "rounds": 8} if quick else {}
-    rows = [Variant("without the liar", "", **size)]
-    rows += [Variant(f"our rule, {lie}", lie, **size) for lie in LIES]
-    rows += [Variant(f"plain, {lie}", lie, plain=True, **size) for lie in LIES]
+    size = SmallRow.size(quick)
+    rows = [Variant("without the liar", lie="", **size)]
+    rows += [Variant(f"our rule, {lie}", lie=lie, **size) for lie in LIES]
+    rows += [Variant(f"plain, {lie}", lie=lie, plain=True, **size) for lie in LIES]
     rows += [
-        Variant(f"our rule, {REFUSED}", REFUSED, **size),
-        Variant("plain, NaN", "NaN", plain=True, **size),
-        Variant("plain, other block", "other block", plain=True, **size),
-        Variant("our rule, 4 honest", "", honest=4, **size),
-        Variant("plain, 4 honest", "", plain=True, honest=4, **size),
+        Variant(f"our rule, {REFUSED}", lie=REFUSED, **size),
+        Variant("plain, NaN", lie="NaN", plain=True, **size),
+        Variant("plain, other block", lie="other block", plain=True, **size),
+        Variant("our rule, 4 honest", lie="", honest=4, **size),
+        Variant("plain, 4 honest", lie="", plain=True, honest=4, **size),
     ]
     return rows
 

@@ -6,10 +6,11 @@ model in every case.
 
 from __future__ import annotations
 
+import json
 import time
 from collections.abc import Sequence
-from dataclasses import replace
-from typing import Any
+from dataclasses import KW_ONLY, asdict, dataclass, replace
+from typing import Any, ClassVar
 
 import numpy as np
 import numpy.typing as npt
@@ -23,7 +24,35 @@ from swarm.evaluate import honest_ce
 from swarm.run import ModelShape, Run
 from swarm.runfile import scheduled_steps
 
+DEFAULT = "topk:0.02:2:overall"  # the codec of the presets
 UNIFORM_CE = float(np.log(256))  # of a model that has learnt nothing: what a diverged one is worth
+
+
+@dataclass(frozen=True)
+class SmallRow:
+    """A row of three thin blocks: enough to see who harms whom, in minutes."""
+
+    STEPS: ClassVar[int] = 4
+    ROUNDS: ClassVar[int] = 60
+
+    name: str
+    _: KW_ONLY
+    quick: bool = False
+    rounds: int = ROUNDS
+
+    @property
+    def key(self) -> str:
+        fields = {**asdict(self), "steps": self.STEPS, "codec": DEFAULT}
+        return json.dumps(fields, sort_keys=True)
+
+    @property
+    def run(self) -> Run:
+        width, context = (32, 64) if self.quick else (128, 128)
+        return run_of(self.rounds, self.STEPS, 0, ModelShape(3, 1, width, 4, context))
+
+    @staticmethod
+    def size(quick: bool) -> dict[str, Any]:
+        return {"quick": True, "rounds": 8} if quick else {}
 
 
 class HeldOut:

@@ -8,49 +8,33 @@ lasts 1 or 2 rounds longer, so that every step is applied to a consensus that ha
 
 from __future__ import annotations
 
-import json
-from dataclasses import asdict, dataclass
+from dataclasses import dataclass
 from typing import Any
 
 import torch
 
 from benchmarks import harness
 from benchmarks.exchange import ExchangeRules, ExchangeSwarm
-from benchmarks.exchange_rows import HeldOut, cpu_minutes, run_of, train
-from benchmarks.gb_per_nat import DEFAULT
+from benchmarks.exchange_rows import DEFAULT, HeldOut, SmallRow, cpu_minutes, train
 from node.data import benchmark_corpus
-from swarm.run import ModelShape, Run
 
 REPLICAS = (2, 2, 2)
-ROUNDS, STEPS = 60, 4
 
 
-@dataclass(frozen=True)
-class Variant:
+@dataclass(frozen=True, kw_only=True)
+class Variant(SmallRow):
     """Which share of updates is in time, or how late all of them are."""
 
-    name: str
     participation: float = 1.0
     late_rounds: int = 0
-    quick: bool = False
-    rounds: int = ROUNDS
-
-    @property
-    def key(self) -> str:
-        return json.dumps({**asdict(self), "steps": STEPS, "codec": DEFAULT}, sort_keys=True)
-
-    @property
-    def run(self) -> Run:
-        width, context = (32, 64) if self.quick else (128, 128)
-        return run_of(self.rounds, STEPS, 0, ModelShape(3, 1, width, 4, context))
 
 
 def variants(quick: bool) -> list[Variant]:
-    size: dict[str, Any] = {"quick": True, "rounds": 8} if quick else {}
+    size = SmallRow.size(quick)
     return [
         Variant("all in time", **size),
-        Variant("75 % participation", 0.75, **size),
-        Variant("50 % participation", 0.5, **size),
+        Variant("75 % participation", participation=0.75, **size),
+        Variant("50 % participation", participation=0.5, **size),
         Variant("1 round late", late_rounds=1, **size),
         Variant("2 rounds late", late_rounds=2, **size),
     ]

@@ -110,7 +110,8 @@ async def live_host(told: dict[str, Any]) -> None:
     with warnings.catch_warnings():
         warnings.simplefilter("ignore")  # hivemind's import uses what torch calls deprecated
         from node.daemon import DaemonSettings
-        from node.host import Host, HostSettings
+        from node.host import Host
+        from node.host_settings import HostSettings
         from node.network import NetworkSettings
     text, folder = bytes.fromhex(told["run"]), Path(told["folder"])
     daemon = DaemonSettings(folder / "identity", hosts=("127.0.0.1",), map_port=False)
@@ -121,7 +122,7 @@ async def live_host(told: dict[str, Any]) -> None:
         lambda line: print(line, file=sys.stderr, flush=True),
     )
     running = asyncio.create_task(host.run())
-    await until(lambda: host.training is not None and host.training.trainer.pid, running)
+    await until(lambda: host.work is not None and host.work.training.trainer.pid, running)
     answer({"join": await host.network.invitations()})
     if told["seconds"]:
         await until(lambda: shared_rounds(host) >= WARM_ROUNDS, running)
@@ -132,7 +133,7 @@ async def live_host(told: dict[str, Any]) -> None:
 
 
 async def measure_host(host: Any, seconds: float) -> dict[str, Any]:
-    steps, probe, trainer = Steps(), Probe(), host.training.trainer
+    steps, probe, trainer = Steps(), Probe(), host.work.training.trainer
     heard = trainer.on_progress
 
     def on_progress(progress: dict[str, Any]) -> None:
@@ -140,15 +141,15 @@ async def measure_host(host: Any, seconds: float) -> dict[str, Any]:
         steps.hear(progress)
 
     trainer.on_progress = on_progress
-    began_s, before = time.monotonic(), host.replica.state.log.head.round
+    began_s, before = time.monotonic(), host.work.replica.state.log.head.round
     probing = asyncio.create_task(probe.run())
     await asyncio.sleep(seconds)
     probing.cancel()
     late_ms = sorted(1000 * late for late in probe.late_s)
     return {
         "steps_per_s": steps.per_s(began_s),
-        "rounds": host.replica.state.log.head.round - before,
-        "contributors": len(host.replica.state.log.head.contributions),
+        "rounds": host.work.replica.state.log.head.round - before,
+        "contributors": len(host.work.replica.state.log.head.contributions),
         "lag_p50_ms": late_ms[len(late_ms) // 2],
         "lag_p99_ms": late_ms[int(0.99 * len(late_ms))],
         "lag_max_ms": late_ms[-1],
@@ -157,9 +158,9 @@ async def measure_host(host: Any, seconds: float) -> dict[str, Any]:
 
 def shared_rounds(host: Any) -> int:
     """Rounds of the log in which this host and another one had an update."""
-    if host.replica is None:
+    if host.work is None:
         return 0
-    entries = host.replica.state.log.entries
+    entries = host.work.replica.state.log.entries
     mine = [{part.sender for part in entry.contributions} for entry in entries]
     return sum(host.me in senders and len(senders) > 1 for senders in mine)
 

@@ -28,6 +28,7 @@ from swarm.events import LogEvent, NodeEvent, RoundEvent, to_line
 
 if TYPE_CHECKING:
     from node.event_log import EventLog
+    from node.host_settings import HostSettings
     from node.network import Network, NetworkSettings
     from swarm.runfile import RunFile
 
@@ -131,8 +132,8 @@ def network_settings(part: Part) -> NetworkSettings:
     )
 
 
-def _host_settings(part: Part, network: NetworkSettings) -> Any:
-    from node.host import HostSettings
+def _host_settings(part: Part, network: NetworkSettings) -> HostSettings:
+    from node.host_settings import HostSettings
 
     options = part.options
     memory = gigabytes_to_bytes(options["max_memory"])

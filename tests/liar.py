@@ -91,8 +91,8 @@ def liar(lie: Lie) -> type[Liar]:
 
 
 if __name__ == "__main__":
+    from node.block_work import BlockWork
     from node.cli import main
-    from node.host import Host
 
-    Host.replica_type = liar(Lie(sys.argv.pop(1)))
+    BlockWork.replica_type = liar(Lie(sys.argv.pop(1)))
     main()

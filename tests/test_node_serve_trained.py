@@ -10,7 +10,8 @@ from live import tiny_run_file
 from loopback import _no_daemon_left, daemon_settings, node, run, until  # noqa: F401
 
 from node.cli_operator import emit
-from node.host import Host, HostSettings
+from node.host import Host
+from node.host_settings import HostSettings
 from node.network import NetworkSettings
 from node.serve_host import versions_kept
 from node.serve_trained import TrainedServer, trained_server
