@@ -99,7 +99,7 @@ def variants(quick: bool) -> list[Variant]:
     for seed in seeds:
         add(f"default, seed {seed}", headline, seed)
         add(f"end-to-end, seed {seed}", headline, seed, end_to_end=True)
-    for rate in (2e-3, 3e-3, 5e-3):
+    for rate in (1.5e-3, 2e-3, 3e-3, 5e-3):
         add(f"end-to-end, learning rate {rate:g}", other, end_to_end=True, learning_rate=rate)
     add("look-ahead, copies 50 steps old", other)
     add("independent", other, coupling="independent")
@@ -123,7 +123,7 @@ def variants(quick: bool) -> list[Variant]:
     add("look-ahead, 2 blocks of 4 layers", other, blocks=2, layers=4)
     add("look-ahead, 8 blocks of 1 layer", other, blocks=8, layers=1)
     add("end-to-end in the wall-clock of look-ahead", headline / 1.9, end_to_end=True)
-    for rate in (2e-3, 5e-3):
+    for rate in (1.5e-3, 2e-3, 5e-3):
         add(f"look-ahead, learning rate {rate:g}", other, learning_rate=rate)
     add("look-ahead, its loss with weight 3", other, look_ahead_weight=3.0)
     return rows
