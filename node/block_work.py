@@ -332,11 +332,17 @@ class BlockWork:
         return [peer_text(s.peer_id) for s in newest if s.peer_id != self.network.peer_id]
 
     async def _discover(self) -> None:
-        """Look the block's replicas up, now and in every round: newcomers show up here first."""
+        """Look the block's replicas up: often while alone, else now and then.
+
+        A newcomer shows itself to those whom it finds, so that replicas who know each other need
+        the DHT for one thing: to meet again after the network was parted.
+        """
+        period_s = self.premises.rules.period_s
         while True:
             with suppress(WireError):
                 await self.board.look_up()
-            await asyncio.sleep(min(self.premises.rules.period_s / 2, 15.0))
+            often_s, seldom_s = min(period_s / 2, 15.0), min(3 * period_s, 60.0)
+            await asyncio.sleep(seldom_s if self.board.has_company else often_s)
 
     # Tasks.
 

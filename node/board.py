@@ -132,6 +132,12 @@ class ReplicaBoard:
         now = time.time()
         self._met = {peer: s for peer, s in self._met.items() if s.expiration_s > now}
 
+    @property
+    def has_company(self) -> bool:
+        """Whether another replica has a record that is alive."""
+        self._forget_expired()
+        return bool(self._met)
+
     def known(self) -> list[SignedRecord]:
         """Our own record first, then the others' that are still alive, the freshest first."""
         self._forget_expired()

@@ -132,11 +132,11 @@ class RecordProtocol(DHTProtocol):  # type: ignore[misc]  # hivemind publishes n
         if len(request.keys) > KEYS_PER_FIND:
             raise Malformed("too many keys in one request")
         response = dht_pb2.FindResponse(peer=self.node_info)
-        asker = node_id_of(context.remote_id.to_bytes())
+        named = {node_id_of(context.remote_id.to_bytes())}  # the asker needs no address of its own
         for key in request.keys:
             if len(key) != DHT_KEY_BYTES:
                 raise Malformed("not a DHT key")
-            response.results.append(self._found(key, asker))
+            response.results.append(self._found(key, named))
         self.count(request.ByteSize(), response.ByteSize())
         return response
 
@@ -160,7 +160,12 @@ class RecordProtocol(DHTProtocol):  # type: ignore[misc]  # hivemind publishes n
             del self.allowances[next(iter(self.allowances))]
         return allowed
 
-    def _found(self, key: bytes, asker: Any) -> Any:
+    def _found(self, key: bytes, named: set[Any]) -> Any:
+        """Records and the nearest nodes, each node once in an answer: a walk takes them together.
+
+        Eight keys of a block would otherwise carry the same neighbours eight times: most of what
+        the DHT of a small swarm sends.
+        """
         records = self.table.entries(key, self.clock())
         result = dht_pb2.FindResult(type=dht_pb2.NOT_FOUND)
         if records:
@@ -170,12 +175,12 @@ class RecordProtocol(DHTProtocol):  # type: ignore[misc]  # hivemind publishes n
                 value=pack_dictionary(records),
                 expiration_time=latest_s,
             )
-        near = self.routing_table.get_nearest_neighbors(
-            DHTID.from_bytes(key), k=self.bucket_size, exclude=asker
-        )
+        near = self.routing_table.get_nearest_neighbors(DHTID.from_bytes(key), k=self.bucket_size)
         for node_id, peer in near:
-            result.nearest_node_ids.append(node_id.to_bytes())
-            result.nearest_peer_ids.append(peer.to_bytes())
+            if node_id not in named:
+                named.add(node_id)
+                result.nearest_node_ids.append(node_id.to_bytes())
+                result.nearest_peer_ids.append(peer.to_bytes())
         return result
 
     def _heard_from(self, request: Any, context: P2PContext) -> None:

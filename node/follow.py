@@ -23,6 +23,7 @@ from swarm.log import ConsensusLog, Entry, genesis
 from swarm.updates import UpdateCodec
 
 DONORS_ASKED = 4
+ASKED_PER_LOOK_UP = 8  # so often the same donors are asked before they are looked up again
 LIARS_KEPT = 256
 
 Donors = Callable[[int], Awaitable[Sequence[str]]]
@@ -52,6 +53,7 @@ class Follower:
         self.log = ConsensusLog((first,), settings.snapshot_every)
         self.consensus = Consensus(start, settings.codec, settings.block)
         self.liars: set[str] = set()
+        self._known: tuple[list[str], int] = ([], 0)  # donors, and how often to ask them still
 
     @property
     def round(self) -> int:
@@ -66,11 +68,19 @@ class Follower:
 
         Raises `FetchError` if no replica answers: the copy stays as it was, and usable.
         """
-        found = await self.donors(self.settings.block)
-        donors = [d for d in found if d not in self.liars][:DONORS_ASKED]
+        donors, left = self._known
+        if not left:
+            found = await self.donors(self.settings.block)
+            donors, left = (
+                [d for d in found if d not in self.liars][:DONORS_ASKED],
+                ASKED_PER_LOOK_UP,
+            )
+        self._known = ([], 0)  # unless all goes well
         fetcher = self._fetcher()
         logs = await self._ask_all(fetcher, donors)
         chosen, supporters = self._choose(logs, to_round)
+        if len(logs) == len(donors):
+            self._known = (donors, left - 1)
         if chosen is None or chosen.digest == self.log.head.digest:
             return False
         remote = logs[supporters[0]]
@@ -88,6 +98,8 @@ class Follower:
         return True
 
     def _distrust(self, liars: Sequence[str]) -> None:
+        if liars:
+            self._known = ([], 0)
         self.liars.update(liars)
         if len(self.liars) > LIARS_KEPT:  # identities are free; a liar that comes back is found out
             self.liars = set(liars)

@@ -28,6 +28,7 @@ STORE_OVERHEAD_BYTES = 120  # key, subkey, expiration, who we are: for the ledge
 STORE_ANSWER_BYTES = 30
 SILENT_S = 20.0  # a node that did not answer is left alone for so long
 SILENT_PEERS = 1024
+STORES_PER_WALK = 8  # a record goes onto the same nodes so often before they are looked up again
 
 
 class Ring:
@@ -40,6 +41,7 @@ class Ring:
     def __init__(self, protocol: RecordProtocol) -> None:
         self.protocol = protocol
         self._silent: dict[bytes, float] = {}  # peer -> until when it is not asked again
+        self._near: tuple[bytes, list[bytes], int] = (b"", [], 0)  # key, who is near, stores left
 
     @classmethod
     async def open(
@@ -84,9 +86,14 @@ class Ring:
         return answered
 
     async def store(self, signed: SignedRecord) -> int:
-        """Put a record onto the nodes nearest to its key; how many took it."""
+        """Put a record onto the nodes nearest to its key; how many took it.
+
+        A node renews one record, twice a round: it walks now and then, or when a place was lost.
+        """
         key = DHTID.from_bytes(signed.key)
-        answered = await self._walk([key])
+        stored_key, answered, left = self._near
+        if stored_key != signed.key or not left:
+            answered, left = await self._walk([key]), STORES_PER_WALK
         mine = self.protocol.node_id.to_bytes()
         places = {node_id_of(peer): peer for peer in answered}
         near = sorted([*places, DHTID.from_bytes(mine)], key=key.xor_distance)[:REPLICAS]
@@ -100,9 +107,12 @@ class Ring:
             for node in near
             if node in places
         ]
-        for answer in await asyncio.gather(*calls):
+        answers = await asyncio.gather(*calls)
+        for answer in answers:
             kept += bool(answer and answer[0])
             self.protocol.count(STORE_ANSWER_BYTES, len(signed.value) + STORE_OVERHEAD_BYTES)
+        lost = not calls or not all(answer and answer[0] for answer in answers)
+        self._near = (signed.key, answered, 0 if lost else left - 1)
         return kept
 
     async def _walk(self, keys: list[Any]) -> list[bytes]:

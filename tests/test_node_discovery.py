@@ -27,7 +27,7 @@ from node.addresses import AddressError
 from node.dht import STORES_BURST, Lookup, node_id_of, pack_dictionary, unpack_dictionary
 from node.discovery import Discovery, PeerBook, parse_seeds
 from node.network import Network
-from node.ring import REPLICAS
+from node.ring import REPLICAS, STORES_PER_WALK
 from protocol import messages, records
 from protocol.admission import RecordTable, read_entries
 from protocol.errors import WireError
@@ -133,6 +133,43 @@ def test_a_cancelled_lookup_leaves_no_task(tmp_path: Path) -> None:
                 await asyncio.gather(task, return_exceptions=True)
             await until(lambda: len(asyncio.all_tasks()) <= before)
             assert len(await b.replicas(1)) == 1
+
+    run(main())
+
+
+def test_a_record_is_renewed_without_a_walk_until_a_place_is_lost(tmp_path: Path) -> None:
+    async def main() -> None:
+        async with pair(tmp_path) as (a, b):
+            ring, walks = a.discovery.ring, []
+            walk = ring._walk
+
+            async def counted(keys: list[Any]) -> list[bytes]:
+                walks.append(keys)
+                return await walk(keys)
+
+            ring._walk = counted  # type: ignore[method-assign]
+            for _ in range(STORES_PER_WALK):
+                assert await a.announce(RECORD) == 2
+            assert len(walks) == 1
+            assert await a.announce(RECORD) == 2 and len(walks) == 2
+            await b.stop()
+            assert await a.announce(RECORD) == 1 and len(walks) == 2
+            assert await a.announce(RECORD) == 1 and len(walks) == 3
+
+    run(main())
+
+
+def test_an_answer_names_a_node_once(tmp_path: Path) -> None:
+    """However many keys are asked for: neighbours were most of what a small swarm's DHT sent."""
+
+    async def main() -> None:
+        async with pair(tmp_path) as (a, b), node(tmp_path, "c", await a.invitations()) as c:
+            asked = PeerID(a.peer_id)
+            stub = b.discovery.ring.protocol.get_stub(asked)
+            keys = [records.dht_key(name) for name in records.key_names(RUN_ID, 1)]
+            response = await stub.rpc_find(dht_pb2.FindRequest(keys=keys), timeout=5.0)
+            named = [peer for result in response.results for peer in result.nearest_peer_ids]
+            assert len(response.results) == len(keys) and named == [c.peer_id]
 
     run(main())
 

@@ -10,7 +10,7 @@ import pytest
 from chains import CODEC, EVERY, FIRST, RUN, Chain, Donors, identity, run
 
 from node.fetch import FetchError
-from node.follow import Follower, FollowSettings
+from node.follow import ASKED_PER_LOOK_UP, Follower, FollowSettings
 from protocol.messages import Message, Purpose
 
 
@@ -38,6 +38,28 @@ def test_round_after_round_costs_only_aggregates(chain: Chain) -> None:
     assert not run(follower.advance())
     assert {kind for _, kind in donors.asked} == {"LogRequest", "AggregateRequest"}
     assert len(follower.consensus.steps) <= 2 * EVERY
+
+
+def test_donors_are_looked_up_now_and_then_and_when_one_is_silent(chain: Chain) -> None:
+    donors, looked_up = Donors(a=chain, b=chain), []
+    follower = follower_of(donors, ["a", "b"])
+    find = follower.donors
+
+    async def counted(block: int) -> Sequence[str]:
+        looked_up.append(block)
+        return await find(block)
+
+    follower.donors = counted
+
+    def advance_once() -> int:
+        chain.grow(1)
+        assert run(follower.advance())
+        return len(looked_up)
+
+    assert [advance_once() for _ in range(ASKED_PER_LOOK_UP + 1)] == [1] * ASKED_PER_LOOK_UP + [2]
+    donors.down = {"b"}
+    assert advance_once() == 2  # as many as before: nobody knows yet that it is gone
+    assert advance_once() == 3
 
 
 def test_it_stops_at_the_round_that_was_asked_for(chain: Chain) -> None:
