@@ -261,9 +261,11 @@ def _block_line(block: BlockStatus) -> str:
     ce = "-" if block.ce_nats is None else f"{block.ce_nats:.3f}"
     sizes = [r.update_bytes for r in block.replicas if r.live and r.update_bytes]
     update = f"{sum(sizes) / len(sizes) / 1e3:.1f}" if sizes else "-"
+    number = block.consensus_round if block.consensus_round >= 0 else "-"
+    agree = f"{block.agree}/{len(block.replicas)}" if block.replicas else "-"
     line = (
-        f"{block.block:>5}  {block.live:>4}  {block.consensus_round:>5}  {ce:>6}  "
-        f"{block.consensus[:12] or '-':<12}  {f'{block.agree}/{len(block.replicas)}':>5}  "
+        f"{block.block:>5}  {block.live:>4}  {number:>5}  {ce:>6}  "
+        f"{block.consensus[:12] or '-':<12}  {agree:>5}  "
         f"{update:>9}  {', '.join(behind) or '-'}"
     )
     last = block.last

@@ -134,3 +134,5 @@ def test_looking_when_nobody_answers(capsys: pytest.CaptureFixture[str]) -> None
     print_status(seen)
     out = capsys.readouterr().out
     assert "warning: block 1 has no live replica" in out and "live test" in out
+    lines = [line.split() for line in out.splitlines()]
+    assert ["1", "0", "-", "-", "-", "-", "-", "-"] in lines  # no round, no agreement
