@@ -71,7 +71,8 @@ def measure_rows(
         futures = {pool.submit(measure, v): v for v in todo}
         for future in as_completed(futures):
             variant = futures[future]
-            row = {"name": variant.name, "key": variant.key, **future.result()}
+            # Rows of one file may be of several sessions: each says of which code it is.
+            row = {"name": variant.name, "key": variant.key, "commit": _commit(), **future.result()}
             done = {r["key"]: r for r in _rows_of(options.out)} | {variant.key: row}
             rows = sorted(done.values(), key=lambda r: order.get(r["key"], len(order)))
             write(options, name, figures(rows), rows, facts)
