@@ -21,6 +21,7 @@ ALL = (
     "attacks",
     "gb_per_nat",
     "sweep",
+    "logical_shape",
     "storm",
     "three_hosts",
     "quality",

@@ -5,7 +5,7 @@ from __future__ import annotations
 import json
 from typing import Any
 
-from benchmarks import sweep_table, three_hosts_table
+from benchmarks import logical_shape_table, sweep_table, three_hosts_table
 from benchmarks.gb_per_nat import pareto
 from benchmarks.harness import RESULTS, ROOT
 
@@ -55,6 +55,10 @@ def section(result: dict[str, Any]) -> list[str]:
         sweep_table.plot(result["rows"], PLOTS / "sweep.png")
         lines += ["", *sweep_table.tables(result["rows"])]
         lines += ["", "![Seconds per output over RTT](plots/sweep.png)"]
+    elif result["name"] == "logical_shape":
+        logical_shape_table.plot(result["rows"], PLOTS / "logical_shape.png")
+        lines += ["", *logical_shape_table.table(result["rows"])]
+        lines += ["", "![Seconds per output over parameters](plots/logical_shape.png)"]
     else:
         lines += ["", *plain_table(result["rows"])]
     return lines
