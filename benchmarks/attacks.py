@@ -23,8 +23,9 @@ from benchmarks.exchange import Diverged, ExchangeRules, ExchangeSwarm
 from benchmarks.exchange_rows import DEFAULT, HeldOut, SmallRow, cpu_minutes, train
 from node.data import benchmark_corpus
 from protocol.limits import PEER_ID_BYTES
-from swarm.aggregate import FixedUpdate, Ints, Rule, norm
+from swarm.aggregate import Rule
 from swarm.feedback import unsent
+from swarm.fixed_point import FixedUpdate, Ints, norm
 from swarm.flat import flat_weights
 from swarm.updates import UpdateCodec
 

@@ -27,12 +27,13 @@ from typing import Any
 
 import numpy as np
 
+from benchmarks.averaging_swarm import lo_bytes
 from protocol import messages
 from protocol.frames import Chunks, content_digest
 from protocol.records import Role
 from swarm import actions as act
-from swarm.aggregate import to_float
 from swarm.deadline import DeadlineRules
+from swarm.fixed_point import to_float
 from swarm.flat import Floats
 from swarm.log import Entry
 from swarm.round_state import RoundRules
@@ -253,15 +254,6 @@ class Peer:
                     "ledger_bytes": self.network.ledger.total().bytes_out,
                 }
         return {}
-
-
-def lo_bytes() -> int:
-    """What was sent over the loopback device of this network namespace, with all headers."""
-    for line in Path("/proc/self/net/dev").read_text().splitlines():
-        name, _, rest = line.partition(":")
-        if name.strip() == "lo":
-            return int(rest.split()[8])
-    raise KeyError("lo")
 
 
 async def main(told: dict[str, Any]) -> None:

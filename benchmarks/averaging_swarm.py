@@ -164,6 +164,24 @@ def hold_to(prefix: Sequence[str], mbit_per_s: int | None) -> bool:
     return done.returncode == 0
 
 
+def lo_bytes() -> int:
+    """What was sent over the loopback device of this network namespace, with all headers."""
+    for line in Path("/proc/self/net/dev").read_text().splitlines():
+        name, _, rest = line.partition(":")
+        if name.strip() == "lo":
+            return int(rest.split()[8])
+    raise KeyError("lo")
+
+
+def available_bytes() -> int:
+    """The memory that can be had now. Whoever is out of it may be somebody else's process."""
+    for line in Path("/proc/meminfo").read_text().splitlines():
+        name, _, rest = line.partition(":")
+        if name == "MemAvailable":
+            return int(rest.split()[0]) * 1024
+    raise KeyError("MemAvailable")
+
+
 def soon_s() -> float:
     """When all begin: late enough that each has heard of it."""
     return time.monotonic() + START_S

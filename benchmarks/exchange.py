@@ -25,26 +25,23 @@ from node.consensus import TREND_ROUNDS
 from node.trainer_process import followed_blocks
 from node.windows import WindowStream, stream_seed
 from protocol.errors import BlockswarmError, WireError
-from swarm.aggregate import (
+from swarm.aggregate import Rule, aggregate, clip_scale, norm_limit
+from swarm.composition import ComposedModel
+from swarm.coupling import composed_versions, upstream_versions
+from swarm.feedback import unsent
+from swarm.fixed_point import (
     QUANTUM_BITS,
     SCALE_ONE,
     FixedUpdate,
     Ints,
-    Rule,
     add_into,
-    aggregate,
     apply_step,
-    clip_scale,
     compact,
     norm,
-    norm_limit,
     scaled,
     to_fixed,
     to_float,
 )
-from swarm.composition import ComposedModel
-from swarm.coupling import composed_versions, upstream_versions
-from swarm.feedback import unsent
 from swarm.flat import Floats, add_flat, flat_weights, load_flat
 from swarm.local import frozen_copy
 from swarm.model import Block

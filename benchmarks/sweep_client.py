@@ -2,7 +2,8 @@
 
     python -m benchmarks.sweep_client ADDRESS      (started by `benchmarks.sweep`)
 
-One line in, a list of orders and how many of them at once; one line out, what became of each.
+One line in, a list of orders, how many of them at once, and whether what is known of the hosts'
+latencies still holds; one line out, what became of each.
 Everything goes through the same classes as `blockswarm generate`. Decides nothing that is measured.
 """
 
@@ -37,6 +38,7 @@ async def write(client: SweepClient, asked: Facts) -> Facts:
         sampling,
         asked["drafts"],
         asked["draft_length"],
+        joint=asked["joint"],
     )
     output = Output(client, order)
     output._left_out.update(asked["leave_out"])  # "host 1 alone" is no mode that people need
@@ -77,7 +79,8 @@ async def serve(address: str) -> None:
             print(json.dumps({"ready": True}), flush=True)
             while line := await asyncio.to_thread(sys.stdin.readline):
                 asked = json.loads(line)
-                client.look_again()  # latencies may have been changed since
+                if asked["look_again"]:
+                    client.look_again()
                 began_s = time.monotonic()
                 done = await batch(client, asked["orders"], asked["at_once"])
                 spent_s = time.monotonic() - began_s

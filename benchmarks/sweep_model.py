@@ -46,6 +46,7 @@ class Recipe:
     blocks: int = 3
     heads: int = 4
     context: int = 256
+    denoise_share: float = 0.25  # one model for all modes: `denoise` needs to be trained for
     seed: int = 0
 
     @property
@@ -70,7 +71,7 @@ def trained(wanted: Recipe) -> Path:
     else:
         command += ["--data", _data_path(), "--threads", "1", "--evaluate-bytes", "8192"]
         for name, value in vars(wanted).items():
-            command += [f"--{name}", str(value)]
+            command += [f"--{name.replace('_', '-')}", str(value)]
     subprocess.run(command, check=True, cwd=ROOT)
     return folder
 

@@ -21,6 +21,7 @@ class Mode:
     drafts: int = 8
     draft_length: int | None = None
     leave_out: tuple[int, ...] = ()
+    joint: bool = False  # no drafts: all bytes come out of noise together
     per_byte: bool = False  # a traversal per byte: few outputs are enough, and more too slow
 
     def order(self, prompt: bytes, length: int, temperature: float, seed: int) -> dict[str, Any]:
@@ -32,14 +33,15 @@ class Mode:
             "drafts": self.drafts,
             "draft_length": self.draft_length,
             "leave_out": list(self.leave_out),
+            "joint": self.joint,
         }
 
 
-# The mode `denoise` comes here when it is there: Mode("denoise", ...).
 MODES = (
     Mode("one-sweep"),
     Mode("one-sweep, K=1", drafts=1),
     Mode("host 1 alone", drafts=1, leave_out=(1, 2)),
+    Mode("denoise", drafts=1, joint=True),
     Mode("exact", draft_length=32),
     Mode("autoregressive", draft_length=0, per_byte=True),
 )

@@ -21,9 +21,9 @@ from protocol.errors import BlockswarmError, UsageError, WireError
 from protocol.identity import peer_text
 from protocol.messages import Message, Purpose
 from protocol.records import SignedRecord
-from swarm.aggregate import weights_digest
 from swarm.composition import ComposedModel
 from swarm.coupling import composed_versions
+from swarm.fixed_point import weights_digest
 from swarm.flat import Floats, initial_flat, load_flat
 from swarm.log import ConsensusLog
 from swarm.model import Block

@@ -21,7 +21,7 @@ from node.fetch import Quanta
 from protocol.errors import WireError
 from protocol.limits import LOG_ENTRIES_PER_REPLY
 from protocol.payloads import pack_log, unpack_log
-from swarm.aggregate import weights_digest
+from swarm.fixed_point import weights_digest
 from swarm.log import ConsensusLog, check_chain
 from swarm.updates import from_wire_entry, to_wire_entry
 

@@ -10,7 +10,8 @@ from __future__ import annotations
 import asyncio
 import contextlib
 import time
-from collections.abc import Callable
+from collections.abc import Awaitable, Callable
+from dataclasses import replace
 
 from node.fetch import Peers
 from node.network import Network
@@ -25,6 +26,8 @@ from swarm.votes import UpdateRef
 SHOW_S = 5.0
 PEERS_SHOWN = 64
 PEERS_MET = 512
+
+Quiet = Callable[[], Awaitable[None]]  # returns when there is time
 
 
 class ReplicaBoard:
@@ -45,12 +48,18 @@ class ReplicaBoard:
         self._own: SignedRecord | None = None
         self._met: dict[bytes, SignedRecord] = {}  # the newest record of each replica
         self._storing: asyncio.Task[None] | None = None
+        self._stored = False  # whether our last record got into the DHT
+        self._addresses: tuple[str, ...] = ()
 
-    async def publish(self, announcement: act.Announce) -> None:
-        """Show our record to the replicas that we know, and put it into the DHT beside that."""
+    async def publish(self, announcement: act.Announce, quiet: Quiet | None = None) -> None:
+        """Show our record to the replicas that we know, and put it into the DHT.
+
+        The DHT is for those that do not know us yet: that can wait until it is `quiet`, unless the
+        last record did not get there.
+        """
         update = announcement.update
         try:
-            addresses = await self.network.addresses()
+            addresses = self._addresses or await self.network.addresses()
         except WireError:
             return  # no daemon: it is being started again, and nobody could hear us
         record = Record(
@@ -70,7 +79,8 @@ class ReplicaBoard:
         if self._storing is not None:
             # A slow walk of an older round must not end after this one: it would be signed later.
             self._storing.cancel()
-        self._storing = storing = asyncio.create_task(self._store(record))
+        wait, self._stored = quiet if self._stored and self._met else None, False
+        self._storing = storing = asyncio.create_task(self._store(record, wait))
         try:
             await asyncio.gather(*(self._show(peer, own) for peer in self._latest()))
             with contextlib.suppress(asyncio.CancelledError):
@@ -79,9 +89,14 @@ class ReplicaBoard:
             if storing is self._storing and not storing.done():
                 storing.cancel()
 
-    async def _store(self, record: Record) -> None:
+    async def _store(self, record: Record, wait: Quiet | None) -> None:
+        if wait is not None:
+            await wait()
         with contextlib.suppress(WireError):  # nobody there to keep it: the network says so once
-            await self.network.announce(record)
+            # Asked for again in every round, but not while the others wait for our record.
+            self._addresses = await self.network.addresses()
+            await self.network.announce(replace(record, addresses=self._addresses))
+            self._stored = True
 
     def _latest(self) -> list[bytes]:
         """Whom to show it to: those heard last, of whom we know that they were alive."""

@@ -20,7 +20,7 @@ from node.consensus import Consensus
 from node.replica import Replica
 from protocol.identity import peer_from_text
 from swarm import actions as act
-from swarm.aggregate import QUANTUM_BITS, Ints, add_into, scaled, to_float
+from swarm.fixed_point import QUANTUM_BITS, Ints, add_into, scaled, to_float
 from swarm.flat import Floats
 from swarm.groups import MAX_GROUP
 from swarm.log import ConsensusLog, Entry

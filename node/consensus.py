@@ -14,7 +14,7 @@ import numpy as np
 
 from node.fetch import Pin, Quanta
 from protocol.frames import content_digest
-from swarm.aggregate import FixedUpdate, Ints, add_into, summed, weights_digest
+from swarm.fixed_point import FixedUpdate, Ints, add_into, summed, weights_digest
 from swarm.log import ConsensusLog, Entry, LogError
 from swarm.updates import UpdateCodec, replay, snapshot_shards
 

@@ -21,7 +21,7 @@ from protocol.limits import VOTES_PER_REPLY
 from protocol.messages import Purpose
 from protocol.payloads import SignedVote, unpack_votes, verify_vote
 from swarm import actions as act
-from swarm.aggregate import FixedUpdate
+from swarm.fixed_point import FixedUpdate
 from swarm.round_state import RoundRules
 from swarm.updates import UpdateCodec, from_wire_vote, update_digest
 from swarm.votes import UpdateRef, Vote

@@ -17,7 +17,7 @@ from node.fetch import FetchError, LogFetcher, Peers, RemoteLog
 from protocol.errors import WireError
 from protocol.limits import CONTROL_DEADLINE_S
 from protocol.messages import Purpose
-from swarm.aggregate import to_fixed, to_float, weights_digest
+from swarm.fixed_point import to_fixed, to_float, weights_digest
 from swarm.flat import Floats
 from swarm.log import ConsensusLog, Entry, genesis
 from swarm.updates import UpdateCodec

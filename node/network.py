@@ -29,10 +29,11 @@ from node.pace import PacedStream, Rate
 from node.phases import mark
 from node.reachability import Reachability
 from node.service import Reply, Service, Status, serve_basics
+from node.stream_pool import Kept, StreamPool
 from node.transport import Caller, Transport
 from protocol import messages
 from protocol.errors import BlockswarmError, WireError
-from protocol.frames import Channel, Deadline, Sink, Stream
+from protocol.frames import Channel, Deadline, Sink, Stream, Truncated
 from protocol.identity import Identity, load_or_create, peer_from_text, peer_text
 from protocol.ledger import Ledger
 from protocol.limits import CONTROL_DEADLINE_S, RECORDS_PER_REPLY, STALL_S
@@ -109,6 +110,7 @@ class Network:
         self._say = say
         self._rng = rng or random.Random()
         self._daemon: Daemon | None = None
+        self._pool = StreamPool()
         self._tasks: list[asyncio.Task[None]] = []
         self._record: Record | None = None
         self.reachability = Reachability(self, say, self._rng)
@@ -185,6 +187,7 @@ class Network:
         await asyncio.gather(*self._tasks, return_exceptions=True)
         self._tasks = []
         self.discovery.detach()
+        self._pool.clear()
         if self._daemon is not None:
             await self._daemon.stop()
             self._daemon = None
@@ -228,6 +231,7 @@ class Network:
         self._said_of_daemon.trouble(f"p2pd has ended (code {code}); starting it again")
         self._daemon = None
         self.discovery.detach()
+        self._pool.clear()
         await daemon.stop()
 
     async def _greet(self) -> None:
@@ -338,25 +342,63 @@ class Network:
         max_payload_bytes: int | None = None,
         expected: bytes | None = None,
         sink: Sink | None = None,
+        again_soon: bool = False,
     ) -> Answer[R]:
         """Ask a peer once, within the deadline. Raises a `WireError`, a distinct one per cause.
 
         `sink` takes the payload in pieces, *before* it is verified: act on it only after this
-        has returned. `expected` is the digest that the payload must have.
+        has returned. `expected` is the digest that the payload must have. `again_soon`: we ask
+        this peer often, so a stream that is open serves, and is kept for a while; not with a sink.
         """
         deadline = Deadline.after(deadline_s, stall_s)
+
+        def once(kept: Kept) -> Awaitable[Answer[R]]:
+            return self._ask_on(
+                kept, peer_id, request, wanted, deadline, max_payload_bytes, expected, sink
+            )
+
+        if again_soon and (kept := self._pool.take(peer_id)) is not None:
+            with suppress(Truncated):  # the peer let go of it while it was idle
+                answer = await once(kept)
+                await self._let_go(peer_id, kept)
+                return answer
         stream = await self.transport.dial(peer_id, self._addresses_of(peer_id), deadline)
-        channel = Channel(self._paced(stream), deadline)
+        answer = await once(kept := Kept(stream, 0))
+        if again_soon:
+            await self._let_go(peer_id, kept)
+        else:
+            await stream.close()
+        return answer
+
+    async def _ask_on(
+        self,
+        kept: Kept,
+        peer_id: bytes,
+        request: Message,
+        wanted: type[R],
+        deadline: Deadline,
+        max_payload_bytes: int | None,
+        expected: bytes | None,
+        sink: Sink | None,
+    ) -> Answer[R]:
+        """One question on a stream, which stays open unless it fails."""
+        channel = Channel(self._paced(kept.stream), deadline)
         purpose, block = purpose_of(request)
         try:
-            async with channel:
-                await messages.send(channel, request)
-                message, head = await messages.receive(channel, wanted, max_payload_bytes)
-                payload = bytearray()
-                digest = await channel.receive_payload(head, sink or payload.extend, expected)
+            await messages.send(channel, request)
+            message, head = await messages.receive(channel, wanted, max_payload_bytes)
+            payload = bytearray()
+            digest = await channel.receive_payload(head, sink or payload.extend, expected)
+        except BaseException:
+            kept.stream.abort()  # no await: this also runs while the task is being cancelled
+            raise
         finally:
             self.ledger.book(channel.tally, peer_text(peer_id), purpose, block)
-        return Answer(message, payload, digest, stream.remote_address)
+        return Answer(message, payload, digest, kept.stream.remote_address)
+
+    async def _let_go(self, peer_id: bytes, kept: Kept) -> None:
+        if not self._pool.give(peer_id, Kept(kept.stream, kept.exchanges + 1)):
+            await kept.stream.close()
 
     async def request_patiently(
         self, peer_id: bytes, request: Message, wanted: type[R], patience_s: float
@@ -408,5 +450,6 @@ class NetworkPeers:
             wanted,
             deadline_s=max(deadline_s, 0.05),  # one that is over is asked for and fails as late
             max_payload_bytes=max_payload_bytes,
+            again_soon=True,
         )
         return answer.message, bytes(answer.payload)

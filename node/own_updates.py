@@ -11,7 +11,7 @@ from __future__ import annotations
 from collections.abc import Mapping
 from dataclasses import dataclass
 
-from swarm.aggregate import FixedUpdate
+from swarm.fixed_point import FixedUpdate
 from swarm.forks import REBASE_DEPTH
 from swarm.log import ConsensusLog
 from swarm.votes import UpdateRef

@@ -150,6 +150,12 @@ class P2pdStream(asyncio.Protocol):
         if self._transport is not None:
             self._transport.abort()
 
+    @property
+    def quiet(self) -> bool:
+        """Whether it is open both ways and nothing waits to be read: another question can go."""
+        alive = self._transport is not None and not self._transport.is_closing()
+        return alive and not self._ended and not self._chunks and not self._writing_paused
+
     async def gone(self, timeout_s: float) -> None:
         """Wait until the loop has let go of the connection: a turn after an `abort`."""
         if not self._closed.done():

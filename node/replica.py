@@ -11,6 +11,7 @@ others are heard, those that contributed lately before strangers, and a person i
 from __future__ import annotations
 
 import asyncio
+import contextlib
 import logging
 from collections.abc import Awaitable, Callable, Sequence
 from dataclasses import dataclass, replace
@@ -28,39 +29,40 @@ from protocol.identity import Identity, peer_text
 from protocol.messages import Purpose
 from protocol.payloads import SignedVote, seal_vote
 from swarm import actions as act
-from swarm.aggregate import (
+from swarm.aggregate import aggregate, clip_scale, norm_limit
+from swarm.feedback import only_ours
+from swarm.fixed_point import (
     SCALE_ONE,
     FixedUpdate,
-    Ints,
-    aggregate,
     apply_step,
-    clip_scale,
     norm,
-    norm_limit,
     step_digest,
     to_fixed,
     weights_digest,
 )
-from swarm.feedback import only_ours
 from swarm.flat import Floats
 from swarm.groups import MAX_GROUP
 from swarm.log import ConsensusLog, Contribution, Entry, MoveMode, genesis
 from swarm.round import next_wakeup_s, step
-from swarm.round_state import RoundState
+from swarm.round_state import Phase, RoundState
+from swarm.trend import Trend
 from swarm.updates import to_wire_vote, update_digest
 from swarm.votes import UpdateRef, Vote
 
 _log = logging.getLogger(__name__)
 
 EVENTS_WAITING = 4096  # what strangers may make us remember to hear
+OTHERS_S = 2.0  # after our own step, before we do what is not urgent
 ASK_SHARE = 3  # one question of a catch-up may take a third of its time
 
 
 class Board(Protocol):
     """What is needed of discovery: say what we are."""
 
-    async def publish(self, announcement: act.Announce) -> None:
-        """Put our record into the DHT and show it to the replicas that we know."""
+    async def publish(
+        self, announcement: act.Announce, quiet: Callable[[], Awaitable[None]]
+    ) -> None:
+        """Show our record to the replicas that we know; when it is `quiet`, also to the DHT."""
 
 
 class Listener(Protocol):
@@ -129,6 +131,8 @@ class Replica:
         self.exchange = Exchange(settings, identity, peers, run_time_s, self.hear)
         self.muted = False  # over its budget: it hears and trains, and moves no bulk
         self._computed: dict[bytes, _Computed] = {}
+        self._trend: Trend | None = None
+        self._decided = asyncio.Event()  # the exchange of this round has led to a step
         self._prepared: _Prepared | None = None
         self._heard: dict[str, int] = {}  # the others of this block -> last heard in this round
         self._sent_bytes = 0
@@ -226,6 +230,7 @@ class Replica:
     def _turned(self) -> None:
         """A new round: what belonged to older ones goes."""
         number = self.state.round
+        self._decided.clear()
         self.exchange.forget_before(number - 1)
         self.running.own.prune(self.state.log, self.state.in_flight)
         self._heard = {p: seen for p, seen in self._heard.items() if seen >= number - 3}
@@ -271,7 +276,7 @@ class Replica:
         match action:
             case act.Announce():
                 self._sent_bytes = action.size_bytes
-                self._spawn(self.board.publish(action))
+                self._spawn(self.board.publish(action, self._decided_or_late))
             case act.Pull():
                 self._spawn(self.exchange.pull(action, self.state.round))
             case act.SendVote(vote, to):
@@ -295,6 +300,15 @@ class Replica:
             case _:  # Aggregate of a group, Claim, Combine: see the known limit
                 self.listener.crowded()
 
+    async def _decided_or_late(self) -> None:
+        """Wait until the exchange of this round is over, for the others as well as for us."""
+        stage = self.state.stage
+        if stage is not None and stage.phase is not Phase.DONE:
+            with contextlib.suppress(TimeoutError):
+                async with asyncio.timeout(max(stage.third_s - self.run_time_s(), 0.0)):
+                    await self._decided.wait()
+                    await asyncio.sleep(OTHERS_S)
+
     def _spawn(self, work: Awaitable[None]) -> None:
         task = asyncio.ensure_future(work)
         self._tasks.add(task)
@@ -310,7 +324,7 @@ class Replica:
     def _make_update(self, action: act.MakeUpdate) -> None:
         log = self.state.log
 
-        async def use(rest: Ints) -> tuple[UpdateRef, OwnUpdate]:
+        async def use(rest: Floats) -> tuple[UpdateRef, OwnUpdate]:
             payload, update = await asyncio.to_thread(self.encode, rest, log, action.round)
             ref = UpdateRef(update_digest(payload), self.me)
             self.exchange.keep(Held(ref, action.round, payload, update))
@@ -319,14 +333,15 @@ class Replica:
 
         self.running.make_update(self.consensus, action.in_flight, use)
 
-    def encode(self, rest: Ints, log: ConsensusLog, number: int) -> tuple[bytes, FixedUpdate]:
+    def encode(self, rest: Floats, log: ConsensusLog, number: int) -> tuple[bytes, FixedUpdate]:
         """Our update as it is sent, and as all decode it; no longer than what others take."""
         codec, block, me = self.settings.codec, self.settings.block, self.identity.peer_id
         payload, update = codec.encode(rest, block, number, me)
         limit = norm_limit(log.recent_norms())
         scale = SCALE_ONE if limit is None else clip_scale(norm(update), limit)
         if scale < SCALE_ONE:  # the rest follows in the next rounds
-            payload, update = codec.encode((rest * scale) >> 16, block, number, me)
+            shorter = rest * np.float32(scale / SCALE_ONE)
+            payload, update = codec.encode(shorter, block, number, me)
         return payload, update
 
     async def at_rest(self, work: Callable[[Moment], Awaitable[None]]) -> None:
@@ -353,9 +368,11 @@ class Replica:
             return
         found = {h.ref.digest: h for h in held if h is not None}
         updates = [found[ref.digest].update for ref in action.refs]
-        weights, trend = consensus.weights, consensus.recent_steps(log)
+        weights, steps = consensus.weights, consensus.recent_steps(log)
+        trend, self._trend = self._trend or Trend(), None  # ours alone until the step is computed
 
         def compute() -> _Computed:
+            trend.follow(steps, weights)
             result = aggregate(
                 updates,
                 recent_norms=log.recent_norms(),
@@ -382,6 +399,7 @@ class Replica:
             )
 
         computed = await asyncio.to_thread(compute)
+        self._trend = trend
         self._computed[computed.entry.digest] = computed
         self.hear(act.StepReady(computed.entry))
 
@@ -390,6 +408,7 @@ class Replica:
         self.consensus.advance(entry, computed.new, computed.step, computed.payloads)
         self.consensus.prune(self.state.log)
         self.listener.stepped(entry)
+        self._decided.set()
         return computed.step
 
     async def _fetch(self, action: act.FetchConsensus) -> None:

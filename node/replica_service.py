@@ -70,8 +70,14 @@ class _Answers:
         if block != settings.block:
             raise Refused(ErrorCode.NOT_FOUND, f"this peer works on block {settings.block}")
 
+    def _check_budget(self) -> None:
+        """Bulk, and a log that would only lead to bulk: the asker goes to another donor at once."""
+        if self.replica.muted:
+            raise Refused(ErrorCode.NOT_ALLOWED, "this peer is over its budget of the day")
+
     def _held(self, run: bytes, block: int) -> Held:
         """The log and the consensus of our block, or of one that we follow."""
+        self._check_budget()
         if run == self.replica.settings.run_id and block != self.replica.settings.block:
             followed = self.copies(block)
             if followed is not None:
@@ -87,6 +93,7 @@ class _Answers:
 
     async def update(self, request: messages.UpdateRequest, _: bytes) -> Reply:
         self._check(request.run, request.block)
+        self._check_budget()
         payload = self.replica.exchange.payload(request.digest)
         if payload is None:
             raise _not_here("update")

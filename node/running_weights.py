@@ -20,8 +20,8 @@ from node.consensus import Consensus
 from node.own_updates import OwnUpdate, OwnUpdates
 from node.trainer import TrainerError
 from node.weights_queue import WeightsQueue
-from swarm.aggregate import QUANTUM_BITS, SEGMENT, FixedUpdate, Ints, add_into, scaled, summed
-from swarm.feedback import unsent
+from swarm.feedback import unsent_weights
+from swarm.fixed_point import QUANTUM_BITS, SEGMENT, FixedUpdate, add_into, scaled
 from swarm.flat import Floats
 from swarm.log import ConsensusLog
 from swarm.votes import UpdateRef
@@ -78,7 +78,7 @@ class RunningWeights:
         self,
         consensus: Consensus,
         in_flight: Sequence[UpdateRef],
-        use: Callable[[Ints], Awaitable[tuple[UpdateRef, OwnUpdate]]],
+        use: Callable[[Floats], Awaitable[tuple[UpdateRef, OwnUpdate]]],
     ) -> None:
         """Queue an update: `use` turns what is unsent, without `in_flight`, into one."""
         weights = consensus.weights
@@ -89,7 +89,7 @@ class RunningWeights:
             if not np.isfinite(running).all():
                 self.queue.lose("training diverged: weights that are not numbers")
                 return
-            rest = await asyncio.to_thread(unsent, running, weights, waiting)
+            rest = await asyncio.to_thread(unsent_weights, running, weights, waiting)
             self.own.add(*await use(rest))
 
         self.queue.put(make)
@@ -142,15 +142,13 @@ class RunningWeights:
 
 
 def _summed(parts: Parts) -> Floats | None:
-    """The sum as floats, or None if it is nothing."""
-    total = summed(parts)
-    if not total.values.any():
-        return None
-    values = np.empty(len(total.values), dtype=np.float32)
-    for start in range(0, len(values), SEGMENT):
-        values[start : start + SEGMENT] = total.values[start : start + SEGMENT] * 2.0**-QUANTUM_BITS
-    if total.indices is None:
-        return values
-    change = np.zeros(total.size, dtype=np.float32)
-    change[total.indices] = values
-    return change
+    """The sum as floats, or None if it is nothing. Its rounding shows up in what is unsent."""
+    change = np.zeros(parts[0][0].size, dtype=np.float32)
+    for update, times in parts:
+        unit = times * 2.0**-QUANTUM_BITS
+        if update.indices is not None:
+            change[update.indices] += (update.values * unit).astype(np.float32)
+            continue
+        for start in range(0, len(change), SEGMENT):
+            change[start : start + SEGMENT] += update.values[start : start + SEGMENT] * unit
+    return change if change.any() else None

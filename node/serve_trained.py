@@ -17,7 +17,7 @@ from node.fetch import Quanta
 from node.network import Network
 from node.serve_host import built_module, new_template, versions_kept
 from node.serving import BlockServer
-from swarm.aggregate import to_float
+from swarm.fixed_point import to_float
 from swarm.model import Block
 from swarm.run import Run
 

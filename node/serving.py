@@ -16,12 +16,13 @@ from collections.abc import Awaitable, Callable, Coroutine, Iterator
 from concurrent.futures import ThreadPoolExecutor
 from dataclasses import dataclass, field
 from functools import partial
-from typing import Any
+from typing import Any, TypeVar
 
 from node.network import Network
 from node.service import Reply
 from node.sweep_carry import Carrier
-from node.sweep_compute import Session, compute, compute_joint
+from node.sweep_compute import Session, compute, compute_joint, compute_parts
+from node.sweep_parts import Begun, PartsUnderWay
 from node.sweep_sessions import HOLD_S, Key, Sessions
 from protocol.errors import UsageError
 from protocol.frames import Busy, Refused
@@ -44,13 +45,15 @@ from swarm.denoise import JointDenoising
 from swarm.model import Block
 from swarm.noise import target_table
 from swarm.run import Run
-from swarm.sweep import Passage
+from swarm.sweep import Passage, joined
 
 _log = logging.getLogger(__name__)
+R = TypeVar("R")
 
 VERSIONS_KEPT = 2  # of each block: a request that pinned the one before still finds it
 WAITING_MAX = 32  # sweeps in the queue
 HELD_MAX_BYTES = 256 << 20  # payloads of all sweeps that are here
+STRETCH = 16  # bytes of a draft between two signs of life
 BATCH_MAX = 16  # sweeps that go through a block together
 MOVES_MAX = 65535
 _FIRST_GUESS_S = 0.1
@@ -76,6 +79,7 @@ class Job:
     size_bytes: int
     handed: asyncio.Event = field(default_factory=asyncio.Event)
     moves: int = 0  # how often it came nearer to being handed on
+    begun: Begun | None = None  # of a sweep in parts, but for its drafter
 
     def moved(self) -> None:
         self.moves = min(self.moves + 1, MOVES_MAX)
@@ -101,7 +105,12 @@ class Job:
         """
         s = self.sweep
         return (s.mode, self.hop.digest, self.hop.weight, s.place == 0, s.hidden, s.weight > 0,
-                s.start, s.context, s.drafts, s.length)  # fmt: skip
+                s.start, s.context, s.drafts, s.length, s.part, s.parts)  # fmt: skip
+
+    @property
+    def next(self) -> bool:
+        """Whether all parts before it have been computed."""
+        return self.begun is None or self.begun.computed == self.sweep.part
 
 
 class BlockServer:
@@ -134,6 +143,7 @@ class BlockServer:
         self._waiting: deque[Job] = deque()
         self._jobs: dict[bytes, Job] = {}
         self.sessions = Sessions(run)
+        self.parts = PartsUnderWay(run)
         self._held_bytes = 0
         self.muted = False  # takes nothing new; what is here goes on
         self._wake = asyncio.Event()
@@ -216,6 +226,7 @@ class BlockServer:
         if served is None or served.version.block != hop.block:
             raise Refused(ErrorCode.NOT_FOUND, "this version is not here (any more)")
         self._admit_session(sweep, (sweep.client or caller, sweep.session, hop.digest))
+        self._admit_part(sweep, (sweep.client, sweep.sweep, hop.digest))
         queue_s = self.usual_s * len(self._waiting)
         full = len(self._waiting) >= WAITING_MAX or queue_s > sweep.budget_s
         if full or self._held_bytes + size_bytes > HELD_MAX_BYTES:
@@ -228,6 +239,13 @@ class BlockServer:
         if sweep.session and not sweep.start and self.sessions.full:
             raise Busy(HOLD_S)
 
+    def _admit_part(self, sweep: Sweep, key: Key) -> None:
+        if sweep.place and sweep.parts > 1:
+            if not self.parts.expects(key, sweep.part):
+                raise Refused(ErrorCode.NOT_FOUND, "the parts before it are not here (any more)")
+            if not sweep.part and not self.parts.room(sweep):
+                raise Busy(HOLD_S)
+
     async def _take(self, sweep: Sweep, payload: bytes, caller: bytes) -> Reply:
         try:
             parcel = unpack_parcel(sweep, self.run.model.width, payload)
@@ -237,6 +255,11 @@ class BlockServer:
                 self._spawn(report)
             raise
         job = Job(sweep, parcel, caller, time.monotonic() + sweep.budget_s, len(payload))
+        if sweep.place and sweep.parts > 1:
+            key = (sweep.client, sweep.sweep, job.hop.digest)
+            if not self.parts.expects(key, sweep.part):  # it was forgotten while this one came
+                raise Refused(ErrorCode.NOT_FOUND, "the parts before it are not here (any more)")
+            job.begun = self.parts.take(key, sweep, job.end_s)
         self._jobs[sweep.sweep] = job
         self._held_bytes += job.size_bytes
         self._waiting.append(job)
@@ -272,13 +295,14 @@ class BlockServer:
                     async with asyncio.timeout(self.sessions.idle_s):
                         await self._wake.wait()
             self.sessions.forget_idle()
+            self.parts.forget_late()
             jobs = self._next_batch()
             if jobs:
                 await self._compute(jobs)
 
     async def _compute(self, jobs: list[Job]) -> None:
         """Through the block, all at once; then each on its way."""
-        loop, began_s = asyncio.get_running_loop(), time.monotonic()
+        began_s, first = time.monotonic(), jobs[0].sweep
         served = self._served.get(jobs[0].hop.digest)
         if served is None:
             return self._fail(jobs, Trouble.NO_SESSION)  # a newer version has replaced it
@@ -287,18 +311,53 @@ class BlockServer:
             return
         work = [(job.sweep, job.parcel) for job in jobs]
         try:
-            passages = await loop.run_in_executor(
-                self._thread, self._pass, served.module, work, sessions
-            )
+            if first.mode == Mode.ONE_SWEEP and first.place == 0:
+                await self._draft_parts(jobs, served.module, work)
+            else:
+                passages = await self._in_thread(self._pass, served.module, work, sessions)
+                self._send_on(jobs, passages)
         except Exception as error:
             _log.exception("a block could not be computed", exc_info=error)
             return self._fail(jobs, Trouble.INTERNAL)
         spent_s = (time.monotonic() - began_s) / len(jobs)
+        if first.place:
+            spent_s *= first.parts  # what the whole takes
         self.usual_s += _MEMORY * (spent_s - self.usual_s)
+
+    async def _in_thread(self, work: Callable[..., R], *given: Any) -> R:
+        return await asyncio.get_running_loop().run_in_executor(self._thread, work, *given)
+
+    def _send_on(self, jobs: list[Job], passages: list[Passage]) -> None:
         for job in (*jobs, *self._waiting):
             job.moved()
         for job, passage in zip(jobs, passages, strict=True):
-            self._spawn(self._carry(job, partial(self.carrier.carry, job, passage)))
+            carry = partial(self.carrier.carry, job, passage)
+            if job.begun is not None:
+                job.begun.computed += 1
+                carry = partial(self.carrier.carry_part, job, job.sweep.part, passage, job.begun)
+            self._spawn(self._carry(job, carry))
+
+    async def _draft_parts(
+        self, jobs: list[Job], module: Block, work: list[tuple[Sweep, Parcel]]
+    ) -> None:
+        """Each part is on its way while the next is written. What travels in one piece is written
+        in stretches as well: many drafts take long, and whoever waits must see that they grow."""
+        sweep, ways = work[0][0], [Begun() for _ in jobs]
+        pieces = sweep.parts if sweep.parts > 1 else -(-sweep.length // STRETCH)
+        drafting, made = compute_parts(module, work, pieces), []
+        for part in range(pieces):
+            passages = await self._in_thread(next, drafting)
+            for job in (*jobs, *self._waiting):
+                job.moved()
+            if sweep.parts == 1:
+                made.append(passages)
+                continue
+            for job, passage, begun in zip(jobs, passages, ways, strict=True):
+                carry = partial(self.carrier.carry_part, job, part, passage, begun)
+                self._spawn(self._carry(job, carry) if part == pieces - 1 else carry())
+        drafting.close()
+        if made:
+            self._send_on(jobs, [joined(parts) for parts in zip(*made, strict=True)])
 
     def _pass(
         self, module: Block, work: list[tuple[Sweep, Parcel]], sessions: list[Session]
@@ -309,6 +368,8 @@ class BlockServer:
 
     def _with_sessions(self, jobs: list[Job], module: Block) -> tuple[list[Job], list[Session]]:
         """The verifications with their caches; those whose caches went meanwhile fail."""
+        if jobs[0].begun is not None:
+            return jobs, [job.begun.session for job in jobs if job.begun is not None]
         if not jobs[0].sweep.session:
             return jobs, []
         able, sessions = [], []
@@ -327,6 +388,8 @@ class BlockServer:
         for job in [job for job in self._waiting if job.end_s <= now_s]:
             self._waiting.remove(job)
             self._release(job)
+        while self._waiting and not self._waiting[0].next:
+            self._release(self._waiting.popleft())  # the part before it came to nothing
         if not self._waiting:
             return []
         shape = self._waiting[0].shape
@@ -334,7 +397,7 @@ class BlockServer:
         for job in self._waiting:
             # A sweep that came twice (its sender took us for dead) must not meet itself.
             twice = job.sweep.session and any(job.session == other.session for other in batch)
-            if job.shape == shape and not twice and len(batch) < BATCH_MAX:
+            if job.shape == shape and job.next and not twice and len(batch) < BATCH_MAX:
                 batch.append(job)
         for job in batch:
             self._waiting.remove(job)

@@ -15,9 +15,11 @@ from typing import Protocol
 from node.network import Network
 from node.sweep_compute import outcome_of, parcel_of
 from node.sweep_handover import Accused, Crowded, Handover, NoHost, NoSession
+from node.sweep_parts import Begun
 from protocol.errors import WireError
+from protocol.frames import Busy
 from protocol.limits import BLOCK_NONE, TEXT_MAX_BYTES
-from protocol.parcel import pack_outcome, pack_parcel
+from protocol.parcel import Outcome, pack_outcome, pack_parcel
 from protocol.serving import Sweep, SweepFailed, SweepResult, Trouble
 from swarm.run import ModelShape
 from swarm.sweep import Passage
@@ -55,12 +57,7 @@ class Carrier:
 
     async def carry(self, job: CarriedJob, passage: Passage) -> None:
         """To the first of the next blocks that somebody takes, or to the client."""
-        sweep = replace(
-            self.with_client(job),
-            path=(*job.sweep.path, self.network.peer_id),
-            weight=passage.weight,
-            hidden=int(self.shape.relays),
-        )
+        sweep = self._behind(job, passage)
         hops = sweep.hops()
         for place in range(sweep.place + 1, len(hops)):
             left_s = job.end_s - time.monotonic()
@@ -90,11 +87,48 @@ class Carrier:
                     await self.fail(onward, Trouble.NOBODY, str(error), b"")
                     return
                 sweep = replace(sweep, missing=(*sweep.missing, hops[place].block))
-        await self._deliver(job, sweep, passage)
+        await self._deliver(sweep, outcome_of(sweep, passage))
 
-    async def _deliver(self, job: CarriedJob, sweep: Sweep, passage: Passage) -> None:
+    def _behind(self, job: CarriedJob, passage: Passage) -> Sweep:
+        """The sweep as it leaves this host."""
+        return replace(
+            self.with_client(job),
+            path=(*job.sweep.path, self.network.peer_id),
+            weight=passage.weight,
+            hidden=int(self.shape.relays),
+        )
+
+    async def carry_part(self, job: CarriedJob, part: int, passage: Passage, begun: Begun) -> None:
+        """One part of a sweep, to the next block's first host; at the last, after all of them, the
+        result to the client. To be called in the order of the parts.
+
+        Whatever goes wrong the client hears, and sends the sweep again in one piece: that can be
+        handed to another replica.
+        """
+        sweep = replace(self._behind(job, passage), part=part)
+        hops, last = sweep.hops(), part == sweep.parts - 1
+        if sweep.place + 1 == len(hops):
+            begun.results.append(outcome_of(sweep, passage))
+            if last:
+                await self._deliver(sweep, begun.result())
+            return
+        hop, left_s = hops[sweep.place + 1], job.end_s - time.monotonic()
+        if left_s <= 0:
+            return
+        onward = replace(sweep, place=sweep.place + 1, block=hop.block, budget_s=left_s)
+        payload = pack_parcel(onward, self.shape.width, parcel_of(onward, passage))
+        end_s = time.monotonic() + BUSY_SHARE * left_s
+        taken = job.handed.set if last else job.moved
+        try:
+            await self.handover.part(hop, onward, payload, end_s, begun.line, taken)
+        except (Busy, Crowded) as error:
+            await self.fail(onward, Trouble.BUSY, str(error), b"")
+        except WireError as error:
+            await self.fail(onward, Trouble.IN_PARTS, str(error), b"")
+
+    async def _deliver(self, sweep: Sweep, outcome: Outcome) -> None:
         result = SweepResult(sweep=sweep.sweep, path=sweep.path, missing=sweep.missing)
-        payload = pack_outcome(sweep, outcome_of(sweep, passage))
+        payload = pack_outcome(sweep, outcome)
         try:
             await self.handover.tell(sweep.client, result, payload)
         except WireError as error:

@@ -37,6 +37,7 @@ from swarm.run import Run
 
 ASK_S, ASK_AGAIN_S = 5.0, 0.5
 SURVEY_EVERY_S = 15.0
+OLD_S = 60.0  # then what is known of the hosts is not worth a try: an output waits for a survey
 SURVEYS, SURVEY_AGAIN_S = 3, 0.5  # before nobody is there
 HOP_MIN_S = 2.0  # a host on a busy machine is not a dead one
 HOSTS_ASKED = 8  # of each block
@@ -87,7 +88,8 @@ class SweepClient:
         self.offers: list[Offer] = []
         self.penalties: dict[bytes, float] = defaultdict(float)
         self.handover = Handover(network)
-        self._surveyed_s = -SURVEY_EVERY_S
+        self._surveyed_s = -OLD_S
+        self._refreshing: asyncio.Task[None] | None = None
         self._silent = False  # nobody answered the last survey
         self._surveying = asyncio.Lock()
         self._pending: dict[bytes, _Pending] = {}
@@ -96,6 +98,9 @@ class SweepClient:
         network.serve(SweepFailed, self._failed)
 
     async def close(self) -> None:
+        if self._refreshing is not None:
+            self._refreshing.cancel()
+            await asyncio.gather(self._refreshing, return_exceptions=True)
         await self.handover.close()
 
     # --- who serves -----------------------------------------------------------------------------
@@ -161,8 +166,12 @@ class SweepClient:
     async def route(self, leave_out: Collection[int], first: Mapping[int, bytes]) -> Route:
         """The way to take now. `first` are peers to keep, because they have the caches."""
         async with self._surveying:  # many outputs at once, one survey
-            if time.monotonic() - self._surveyed_s > SURVEY_EVERY_S or not self.offers:
+            age_s = time.monotonic() - self._surveyed_s
+            if age_s > OLD_S or not self.offers:
                 await self.survey()
+                age_s = 0.0
+        if age_s > SURVEY_EVERY_S and (self._refreshing is None or self._refreshing.done()):
+            self._refreshing = asyncio.create_task(self.survey())  # for those who come later
         route = choose_route(self.run, self.offers, self.penalties, leave_out, first)
         if route is None:
             raise NobodyServes(
@@ -194,7 +203,12 @@ class SweepClient:
 
     def look_again(self) -> None:
         """What is known of the hosts is no longer true."""
-        self._surveyed_s = -SURVEY_EVERY_S
+        self._surveyed_s = -OLD_S
+
+    @property
+    def under_way(self) -> int:
+        """Sweeps that have not come back yet."""
+        return len(self._pending)
 
     def warn(self, line: str) -> None:
         if line not in self._warned:

@@ -5,7 +5,7 @@ Decides the precision on the wire. Knows nothing of queues or peers.
 
 from __future__ import annotations
 
-from collections.abc import Sequence
+from collections.abc import Generator, Sequence
 from dataclasses import dataclass, replace
 
 import numpy as np
@@ -19,15 +19,26 @@ from protocol.serving import Mode, Sweep
 from swarm.denoise import JointDenoising, choose_bytes
 from swarm.generate import Sampling
 from swarm.model import Block, LayerCache
-from swarm.sweep import Cache, DraftOrder, Passage, byte_scores, denoise, draft, finish, score
+from swarm.sweep import (
+    Cache,
+    DraftOrder,
+    Passage,
+    byte_scores,
+    denoise,
+    draft,
+    draft_parts,
+    finish,
+    score,
+)
 
 
 @dataclass
 class Session:
-    """A block's caches for one client's text."""
+    """A block's caches for one client's text, or for the drafts of a sweep that comes in parts."""
 
     cache: Cache
     used_s: float = 0.0
+    last: Tensor | None = None  # (drafts, 1, width): the hidden state behind the last part
 
     @property
     def length(self) -> int:
@@ -47,29 +58,46 @@ def compute(
 ) -> list[Passage]:
     """Sweeps of one shape through one block: drafted at the first place, scored at the others.
 
-    Verifications come with a session each, all of them cut back to the same start.
+    Verifications, and sweeps in parts, come with a session each, all of them cut back to the same
+    start.
     """
     first = work[0][0]
-    weight = first.hops()[first.place].weight
     bonus = first.mode == Mode.VERIFY
-    device = block.embedding.weight.device
-    cache = None
+    cache = last = None
     for session in sessions:
-        if session.length < first.start:
+        if session.length < first.read:
             raise LostCache("the caches are gone")
         for layer in session.cache:
-            layer.truncate(first.start)
+            layer.truncate(first.read)
     if sessions:
         cache = sessions[0].cache if len(sessions) == 1 else _joined(sessions)
-    passages = [passage_of(sweep, parcel, device) for sweep, parcel in work]
+    passages, orders, weight = _given(block, work)
     if first.place == 0:
-        orders = [DraftOrder(s.drafts, s.length, sampling_of(s)) for s, _ in work]
-        passed = draft(block, passages, orders, weight, bonus, cache)
-    else:
-        passed = score(block, passages, weight, bonus, cache)
-    if cache is not None and len(sessions) > 1:
-        _part(cache, sessions)
-    return passed
+        return _parted(draft(block, passages, orders, weight, bonus, cache), cache, sessions)
+    if first.part:
+        last = torch.cat([_there(session.last) for session in sessions])
+    passed = score(block, passages, weight, bonus, cache, last)
+    if first.parts > 1:
+        for session, passage in zip(sessions, passed, strict=True):
+            session.last = _there(passage.hidden_drafts)[:, -1:].clone()
+    return _parted(passed, cache, sessions)
+
+
+def compute_parts(
+    block: Block, work: Sequence[tuple[Sweep, Parcel]], parts: int
+) -> Generator[list[Passage], None, None]:
+    """The drafter's work on whole drafts, one part of them after the other."""
+    passages, orders, weight = _given(block, work)
+    yield from draft_parts(block, passages, orders, weight, False, parts)
+
+
+def _given(
+    block: Block, work: Sequence[tuple[Sweep, Parcel]]
+) -> tuple[list[Passage], list[DraftOrder], float]:
+    sweep, device = work[0][0], block.embedding.weight.device
+    passages = [passage_of(sweep, parcel, device) for sweep, parcel in work]
+    orders = [DraftOrder(s.drafts, s.length, sampling_of(s), s.composed) for s, _ in work]
+    return passages, orders, sweep.hops()[sweep.place].weight
 
 
 def compute_joint(
@@ -99,12 +127,19 @@ def _joined(sessions: Sequence[Session]) -> Cache:
     return joined
 
 
-def _part(joined: Cache, sessions: Sequence[Session]) -> None:
+def _parted(
+    passed: list[Passage], joined: Cache | None, sessions: Sequence[Session]
+) -> list[Passage]:
     """Give every session its own again: a copy, or one session would keep all others' memory."""
+    if joined is None or len(sessions) == 1:
+        return passed
     for index, session in enumerate(sessions):
         for layer, one in zip(session.cache, joined, strict=True):
-            layer.keys = _there(one.keys)[index : index + 1].clone()
-            layer.values = _there(one.values)[index : index + 1].clone()
+            keys, values = _there(one.keys), _there(one.values)
+            rows = len(keys) // len(sessions)  # one, or as many as drafts
+            own = slice(index * rows, (index + 1) * rows)
+            layer.keys, layer.values = keys[own].clone(), values[own].clone()
+    return passed
 
 
 def _there(tensor: Tensor | None) -> Tensor:
@@ -136,8 +171,8 @@ def passage_of(sweep: Sweep, parcel: Parcel, device: torch.device) -> Passage:
 
 
 def parcel_of(sweep: Sweep, passage: Passage) -> Parcel:
-    """What goes on to the next host. In half precision hidden states travel normalised: the next
-    block normalises what it reads anyway, and so no value is too large."""
+    """What goes on to the next host. In few bits hidden states travel normalised: the next block
+    normalises what it reads anyway, and so no value is too large."""
     context, drafts = passage.hidden_context, passage.hidden_drafts
     if sweep.hidden and sweep.mode == Mode.ONE_SWEEP and context is not None and drafts is not None:
         context = F.rms_norm(context, context.shape[-1:])
@@ -174,12 +209,14 @@ def outcome_of(sweep: Sweep, passage: Passage) -> Outcome:
 def _drafted(
     sweep: Sweep, passage: Passage
 ) -> np.ndarray[tuple[int, ...], np.dtype[np.float32]] | None:
-    """The drafter gives all 256 of each position; later hosts pass on what they got."""
+    """The drafter gives all 256 of each position; later hosts pass on what they got. Of whole
+    drafts only the whole's is wanted."""
     if passage.drafted is None or (sweep.mode == Mode.VERIFY and sweep.temperature == 0):
         return None
     drafted = passage.drafted
     if sweep.mode == Mode.ONE_SWEEP and drafted.dim() == 3:
         drafted = byte_scores(drafted, passage.drafts, sampling_of(sweep)).clamp_min(LOG_FLOOR)
+        drafted = drafted.double().sum(-1)
     return _array(drafted)
 
 

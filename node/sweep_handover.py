@@ -22,7 +22,7 @@ from protocol.serving import Hop, Mode, Sweep, SweepHanded, SweepTaken, SweepWai
 
 REPORT_S = 5.0  # for a result or a failure on its way to the client
 BUSY_WAIT_MIN_S, BUSY_WAIT_MAX_S = 0.05, 2.0
-FIRST_LOOK_S = 0.3  # whether a host has handed on what it took; then after twice as long
+FIRST_LOOK_S = 0.15  # whether a host has handed on what it took; then after twice as long
 LOOK_MAX_S = 2.0
 
 
@@ -40,6 +40,14 @@ class Accused(NoHost):
 
 class Crowded(WireError):
     """Whoever is left of a hop's replicas is busy, and there is no more time."""
+
+
+class Line:
+    """Where the parts of one sweep go: all over one stream, in their order."""
+
+    def __init__(self) -> None:
+        self.lock = asyncio.Lock()  # whoever waits gets it in turn
+        self.stream: PeerStream | None = None
 
 
 def _nothing() -> None:
@@ -118,15 +126,53 @@ class Handover:
             await self.keep(sweep, payload)
             on_taken()
             return
-        if not self.network.discovery.book.addresses(peer):
-            with suppress(WireError):  # only peers with a signed record are dialled
-                await self.network.replicas(sweep.block)
+        await self._find(peer, sweep)
         brief = sweep.place == 0 and sweep.mode != Mode.VERIFY  # a client's whole output
         _, stream = await self.pool.ask(
             peer, sweep, SweepTaken, sweep.hop_s, payload, sweep.block, brief
         )
         on_taken()
         await self._watch(peer, sweep, end_s, stream)
+
+    async def part(
+        self,
+        hop: Hop,
+        sweep: Sweep,
+        payload: bytes,
+        end_s: float,
+        line: Line,
+        on_taken: Callable[[], None],
+    ) -> None:
+        """Hand over one part, to the hop's first peer: what it has read of the others is there.
+
+        To be called in the order of the parts. Raises a `WireError`; then the sweep is lost. After
+        the last part it returns when that has gone further.
+        """
+        peer = hop.peers[0]
+        if self.keep is not None and peer == self.network.peer_id:
+            async with line.lock:
+                await self.keep(sweep, payload)
+            on_taken()
+            return
+        async with line.lock:
+            if line.stream is None:
+                await self._find(peer, sweep)
+                line.stream = await self.pool.with_room(peer, sweep.hop_s, sweep.parts)
+            stream = line.stream
+            stream.assign()
+            asking = asyncio.create_task(stream.ask(sweep, SweepTaken, sweep.hop_s, payload))
+        try:
+            await asking
+        finally:
+            self.pool.book(peer, stream, sweep.block)
+        on_taken()
+        if sweep.part == sweep.parts - 1:
+            await self._watch(peer, sweep, end_s, stream)
+
+    async def _find(self, peer: bytes, sweep: Sweep) -> None:
+        if not self.network.discovery.book.addresses(peer):
+            with suppress(WireError):  # only peers with a signed record are dialled
+                await self.network.replicas(sweep.block)
 
     async def _watch(self, peer: bytes, sweep: Sweep, end_s: float, stream: PeerStream) -> None:
         """Return when the peer has handed the sweep on; raise if it died or stalls with it.

@@ -30,6 +30,9 @@ PATIENCE_S = 120.0  # with hosts that are busy
 BUSY_AGAIN_S = 0.5
 # How often a block may be refused in a row before we go on without it.
 _REFUSALS: dict[int, int] = {Trouble.NOBODY: 1, Trouble.NO_SESSION: 3}
+# Whole drafts go in parts where that fills a long line while the drafter still writes, and where
+# hosts have the time: with many sweeps under way their lines are full anyway.
+PARTS, PARTS_FROM_S, PARTS_FROM_BYTES, PARTS_UNDER_WAY = 4, 0.02, 64, 4
 TRUSTING = 2  # after so many attempts an answer without a block is taken as it is
 
 
@@ -73,6 +76,7 @@ class Output:
         self._left_out: set[int] = set()
         self._refusals: Counter[int] = Counter()  # block -> sweeps that nobody took there
         self._keep: dict[int, bytes] = {}  # block -> who has the caches
+        self._in_parts = True  # until that failed
         self._session = secrets.token_bytes(SWEEP_ID_BYTES)
 
     async def write(self) -> AsyncIterator[bytes]:
@@ -173,6 +177,7 @@ class Output:
             context=len(ask.context),
             drafts=1 if verify or order.joint else order.drafts,
             length=ask.length,
+            parts=self._parts(route, ask.length),
             start=ask.start,
             session=self._session if verify else b"",
             temperature=sampling.temperature,
@@ -184,10 +189,18 @@ class Output:
             hop_s=hop_s,
         )
 
+    def _parts(self, route: Route, length: int) -> int:
+        if self.order.joint or self.order.draft_length is not None:
+            return 1
+        far = route.latency_s >= PARTS_FROM_S and len(route.hops) > 1
+        calm = self.client.under_way < PARTS_UNDER_WAY
+        return PARTS if self._in_parts and far and calm and length >= PARTS_FROM_BYTES else 1
+
     def _around(self, error: SweepTrouble) -> None:
         """Look around again; do without a block that nobody takes even so."""
         self._keep.clear()
         self._session = secrets.token_bytes(SWEEP_ID_BYTES)
+        self._in_parts = False
         self.client.look_again()
         if error.trouble == Trouble.BUSY:
             self.client.warn(f"{error.message}; waiting")

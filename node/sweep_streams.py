@@ -25,6 +25,7 @@ R = TypeVar("R", bound=Message)
 
 IDLE_S = 5.0  # a responder gives up on a silent stream after STALL_S
 BRIEF_IDLE_S = 0.5
+OTHERS = 16  # questions that others may put in between those which must follow each other
 ANSWER_S = 60.0  # every question has a shorter time of its own
 
 
@@ -49,10 +50,20 @@ class PeerStream:
     def usable(self) -> bool:
         return not self.retired and not self.lost.done()
 
+    def has_room(self, questions: int) -> bool:
+        """Whether so many more can be asked on it."""
+        return self.usable and self._assigned + questions <= EXCHANGES_PER_STREAM
+
     def assign(self) -> None:
         """One more question will be asked; after the last that the peer hears it is retired."""
         self._assigned += 1
         self.retired = self.retired or self._assigned >= EXCHANGES_PER_STREAM
+
+    def retire(self) -> None:
+        """It ends as soon as all that was asked on it is answered."""
+        self.retired = True
+        if self._answered == self._assigned:
+            self._stream.abort()
 
     async def ask(
         self, request: Message, wanted: type[R], seconds: float, payload: bytes = b""
@@ -175,17 +186,30 @@ class StreamPool:
         try:
             return await stream.ask(request, wanted, seconds, payload), stream
         finally:
-            tally = stream.take_tally()
-            self.network.ledger.book(tally, peer_text(peer_id), Purpose.SERVING, block)
+            self.book(peer_id, stream, block)
 
-    async def _stream(self, peer_id: bytes, seconds: float, idle_s: float) -> PeerStream:
+    def book(self, peer_id: bytes, stream: PeerStream, block: int = BLOCK_NONE) -> None:
+        tally = stream.take_tally()
+        self.network.ledger.book(tally, peer_text(peer_id), Purpose.SERVING, block)
+
+    async def with_room(self, peer_id: bytes, seconds: float, questions: int) -> PeerStream:
+        """A stream on which so many can follow each other: `assign` and `ask` each of them."""
+        return await self._stream(peer_id, seconds, IDLE_S, questions + OTHERS)
+
+    async def _stream(
+        self, peer_id: bytes, seconds: float, idle_s: float, questions: int = 0
+    ) -> PeerStream:
+        """`questions`: how many it must have room for; with 0 one is assigned here."""
         lock = self._opening.setdefault(peer_id, asyncio.Lock())
         try:
             async with lock:
                 current = self._streams.get(peer_id)
-                if current is not None and current.usable:
-                    current.assign()
+                if current is not None and current.has_room(max(1, questions)):
+                    if not questions:
+                        current.assign()
                     return current
+                if current is not None:
+                    current.retire()
                 self._forget()
                 known = self.network.discovery.book.addresses(peer_id)
                 deadline = Deadline.after(seconds, seconds)
@@ -194,7 +218,8 @@ class StreamPool:
                     opened.abort()
                     raise Truncated("closed")
                 self._streams[peer_id] = stream = PeerStream(opened, idle_s)
-                stream.assign()
+                if not questions:
+                    stream.assign()
                 return stream
         finally:
             if not lock.locked() and self._opening.get(peer_id) is lock:

@@ -103,6 +103,7 @@ SWEEP_ID_BYTES = 16  # random: nobody guesses another client's sweep or session
 SWEEP_HOPS_MAX = 32  # blocks of a route; 32 x 157 bytes fit into a header
 SWEEP_PEERS_PER_HOP = 3  # the one that is meant, and two to fall back on
 SWEEP_DRAFTS_MAX = 32
+SWEEP_PARTS_MAX = 16  # of one sweep: each has a header of its own
 SWEEP_CONTEXT_MAX = 16384  # bytes of text in one sweep; a run's context may be smaller
 SWEEP_WEIGHT_MAX = 1e6
 SWEEP_VERSIONS_PER_REPLY = 64

@@ -25,6 +25,7 @@ from protocol.limits import (
     SWEEP_HOP_MAX_S,
     SWEEP_HOPS_MAX,
     SWEEP_ID_BYTES,
+    SWEEP_PARTS_MAX,
     SWEEP_PEERS_PER_HOP,
     SWEEP_VERSIONS_PER_REPLY,
     SWEEP_WEIGHT_MAX,
@@ -151,6 +152,10 @@ class Sweep(Message):
     `drafts` x `length` drafted bytes, which the host of place 0 writes (in `DENOISE` it begins
     `length` bytes, which only the last host knows). `client` is filled in by that host, who knows
     from whom it came. `weight` is what the state has summed up so far.
+
+    One sweep of whole drafts may travel in `parts`: part 0 with the context and the first bytes of
+    all drafts, the others with the bytes that follow. So a host reads the first ones while the
+    drafter still writes the last, and a slow line is filled in the meantime.
     """
 
     KIND = Kind.SWEEP
@@ -163,6 +168,8 @@ class Sweep(Message):
     context: int = wire("context", uint(SWEEP_CONTEXT_MAX, 1))
     drafts: int = wire("drafts", uint(SWEEP_DRAFTS_MAX, 1), 1)
     length: int = wire("length", uint(SWEEP_CONTEXT_MAX))
+    part: int = wire("part", uint(SWEEP_PARTS_MAX - 1), 0)
+    parts: int = wire("parts", uint(SWEEP_PARTS_MAX, 1), 1)
     start: int = wire("start", uint(SWEEP_CONTEXT_MAX), 0)
     session: bytes = wire("session", _id_or_empty, b"")
     temperature: float = wire("temperature", number(0, 100))  # of the sampling; 0: greedy
@@ -181,6 +188,17 @@ class Sweep(Message):
     def hops(self) -> list[Hop]:
         return [unpack_hop(packed) for packed in self.route]
 
+    @property
+    def read(self) -> int:
+        """Positions that are in the caches when this part comes."""
+        return self.start + (self.context + self.stretch.start if self.part else 0)
+
+    @property
+    def stretch(self) -> range:
+        """The bytes of each draft that are in this part; all of them if there is one part."""
+        first, after = self.part * self.length, (self.part + 1) * self.length
+        return range(first // self.parts, after // self.parts)
+
     def check(self) -> None:
         """What no single field can tell. Raises `Malformed`."""
         hops = self.hops()
@@ -197,6 +215,10 @@ class Sweep(Message):
             self.session or self.start or not self.length or self.drafts != 1
         ):
             raise Malformed("joint denoising has one output and no session")
+        if self.parts > 1 and (self.mode != Mode.ONE_SWEEP or self.parts > self.length):
+            raise Malformed("only long drafts come in parts")
+        if self.part >= self.parts or (self.part and not self.place):
+            raise Malformed("a part of something else")
         if self.place and len(self.client) != PEER_ID_BYTES:
             raise Malformed("a sweep of nobody")
         if self.start + self.context + self.length > SWEEP_CONTEXT_MAX:
@@ -251,6 +273,7 @@ class Trouble(IntEnum):
     NO_SESSION = 3  # a host has lost its caches: begin again from position 0
     INTERNAL = 4
     BUSY = 5  # every host of `block` that is left is busy, and time is running out
+    IN_PARTS = 6  # its parts could not be handed on; in one piece it can go another way
 
 
 @dataclass(frozen=True, kw_only=True)

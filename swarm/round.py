@@ -172,7 +172,7 @@ def _hear(state: RoundState, event: act.Event, now_s: float, out: list[act.Actio
         case act.PullFailed(ref):
             return with_stage(state, pulling=_pulling(state) - {ref})
         case act.VoteArrived(vote):
-            return _vote(state, vote)
+            return _vote(state, vote, out)
         case act.VotesWanted():
             return _votes_wanted(state, event, out)
         case act.GroupClaim():
@@ -301,7 +301,7 @@ def _arrived(state: RoundState, ref: UpdateRef, refused: str, now_s: float) -> R
     return with_stage(state, pulling=pulling, held={**stage.held, ref: now_s - stage.opens_s})
 
 
-def _vote(state: RoundState, vote: Vote) -> RoundState:
+def _vote(state: RoundState, vote: Vote, out: list[act.Action]) -> RoundState:
     stage = state.stage
     if stage is None or vote.round != state.round or vote.voter == state.me:
         return state
@@ -318,8 +318,13 @@ def _vote(state: RoundState, vote: Vote) -> RoundState:
     if vote.voter in ballot.two_faced and vote.voter not in stage.ballot.two_faced:
         trust = state.trust.fault(vote.voter, state.round, "two different votes in one round")
         state = replace(state, trust=trust)
-    # The senders in a vote are hearsay: offers are taken from records, which their owners sign.
-    return with_stage(state, ballot=ballot)
+    state = with_stage(state, ballot=ballot)
+    # Other senders in a vote are hearsay. Its own update a voter signs, as in its record, which
+    # the vote may overtake: without this it would count as one that sends nothing.
+    own = next((ref for ref in vote.listed if ref.sender == vote.voter), None)
+    if own is not None and vote.stage == 0 and state.stage is not None:
+        state = _offer(state, state.stage, own, (vote.voter,), out)
+    return state
 
 
 def _votes_wanted(state: RoundState, event: act.VotesWanted, out: list[act.Action]) -> RoundState:

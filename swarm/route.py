@@ -42,6 +42,7 @@ class Route:
     temperature: float
     missing: tuple[int, ...]
     hop_s: float  # how long a healthy host of this route takes at most
+    latency_s: float = 0.0  # of the furthest of the first peers, there and back
 
     @property
     def peers(self) -> frozenset[bytes]:
@@ -65,7 +66,7 @@ def choose_route(
     shares = [0.0 if block in missing else weights[block] for block in range(run.model.blocks)]
     if not any(shares):  # all of the weight was on missing blocks: the rest answer as equals
         shares = [0.0 if block in missing else 1.0 for block in range(run.model.blocks)]
-    hops, slowest_s = [], 0.0
+    hops, slowest_s, furthest_s = [], 0.0, 0.0
     for block, version in sorted(chosen.items()):
         able = [offer for offer in offers if version in offer.versions]
         able.sort(
@@ -73,9 +74,10 @@ def choose_route(
         )
         able = able[:SWEEP_PEERS_PER_HOP]
         slowest_s = max(slowest_s, *(offer.cost_s + offer.usual_s for offer in able))
+        furthest_s = max(furthest_s, able[0].latency_s)
         peers = tuple(offer.peer for offer in able)
         hops.append(Hop(block, version.digest, shares[block], peers))
-    return Route(tuple(hops), temperature, missing, slowest_s) if hops else None
+    return Route(tuple(hops), temperature, missing, slowest_s, furthest_s) if hops else None
 
 
 def choose_versions(

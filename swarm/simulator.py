@@ -21,26 +21,23 @@ import numpy as np
 
 from swarm import actions as act
 from swarm.actions import Aggregate, Combine, MakeUpdate
-from swarm.aggregate import (
+from swarm.aggregate import aggregate, clip_scale, combine_groups, norm_limit
+from swarm.clock import ClockSample, RunClock
+from swarm.deadline import DeadlineRules
+from swarm.feedback import only_ours
+from swarm.fixed_point import (
     FixedUpdate,
     Ints,
     UpdateError,
     add_into,
-    aggregate,
     apply_step,
     checked,
-    clip_scale,
-    combine_groups,
     compact,
     norm,
-    norm_limit,
     scaled,
     step_digest,
     weights_digest,
 )
-from swarm.clock import ClockSample, RunClock
-from swarm.deadline import DeadlineRules
-from swarm.feedback import only_ours
 from swarm.log import ConsensusLog, Contribution, Entry, MoveMode, genesis
 from swarm.round import next_wakeup_s, step
 from swarm.round_groups import group_name

@@ -62,23 +62,42 @@ def accept_sampled(
     """Speculative sampling of one draft; at least one byte comes out.
 
     `drafted` (length, 256) are the log-probabilities that the draft was drawn from under the same
-    `sampling`, `log_probs` (length + 1, 256) those of the model. A byte is kept with probability
-    min(1, p / q); at the first that is not, one is drawn from what p has more than q. Then the
-    result is distributed as p, exactly (Leviathan et al. 2023).
+    `sampling`, `log_probs` (length + 1, 256) those of the model. The draft is verified as a whole
+    (Sun et al., "Block verification accelerates speculative decoding"): a prefix is kept by the
+    probability of all of it, so that a byte that the model likes more makes up for one that it
+    likes less. The result is distributed as p, exactly, and is never shorter on average than if
+    each byte were kept with min(1, p / q).
     """
     p = sampled_log_probs(log_probs, sampling).exp()
     q = sampled_log_probs(drafted, sampling).exp()
-    kept: list[int] = []
+    weights, chances = prefix_chances(draft, p, q)
+    luck = torch.rand(len(draft), generator=generator, dtype=torch.float64).tolist()
+    kept = max((n + 1 for n, chance in enumerate(chances) if luck[n] < chance), default=0)
+    left = p[kept] if kept == len(draft) else left_over(weights[kept], p[kept], q[kept])
+    return [*draft[:kept], int(torch.multinomial(left, 1, generator=generator))]
+
+
+def prefix_chances(draft: Sequence[int], p: Tensor, q: Tensor) -> tuple[list[float], list[float]]:
+    """The weight of every prefix of the draft, from the empty one on, and the chance that a prefix
+    (from one byte on) is kept; the longest that is lucky stays."""
+    weights, chances = [1.0], []
     for place, byte in enumerate(draft):
-        luck = float(torch.rand((), generator=generator, dtype=torch.float64))
-        if luck * float(q[place, byte]) < float(p[place, byte]):
-            kept.append(byte)
-            continue
-        left = (p[place] - q[place]).clamp_min(0.0)
-        if float(left.sum()) == 0.0:  # p is q but for rounding
-            left = p[place]
-        return [*kept, int(torch.multinomial(left, 1, generator=generator))]
-    return [*kept, int(torch.multinomial(p[len(draft)], 1, generator=generator))]
+        wanted, said = float(p[place, byte]), float(q[place, byte])
+        # A drafter that says it could not have drawn this byte lies; the model decides.
+        weights.append(min(1.0, weights[-1] * wanted / said) if said else float(wanted > 0))
+        if place + 1 == len(draft):
+            chances.append(weights[-1])
+            break
+        more = float((weights[-1] * p[place + 1] - q[place + 1]).clamp_min(0.0).sum())
+        missing = more + 1.0 - weights[-1]
+        chances.append(more / missing if missing > 0.0 else 1.0)  # p is q, here and after it
+    return weights, chances
+
+
+def left_over(weight: float, p: Tensor, q: Tensor) -> Tensor:
+    """What the byte behind a kept prefix is drawn from: what p has more than q."""
+    left = (weight * p - q).clamp_min(0.0)
+    return left if float(left.sum()) > 0.0 else p  # p is q but for rounding
 
 
 def best_draft(scores: Tensor) -> int:
@@ -89,9 +108,10 @@ def best_draft(scores: Tensor) -> int:
 def importance(scores: Tensor, drafted: Tensor) -> Tensor:
     """The drafts' probabilities of being taken: p / q of each whole draft, normalised.
 
-    With many drafts the one taken is distributed as p; with one it is the drafter's own.
+    `scores` (drafts, length) are of each byte, `drafted` (drafts,) of each draft. With many drafts
+    the one taken is distributed as p; with one it is the drafter's own.
     """
-    ratio = scores.double().sum(-1) - drafted.double().sum(-1)
+    ratio = scores.double().sum(-1) - drafted.double()
     return ratio.softmax(-1)
 
 

@@ -7,7 +7,7 @@ from `ComposedModel.log_probs` on the whole text. Knows nothing of hosts, stream
 
 from __future__ import annotations
 
-from collections.abc import Sequence
+from collections.abc import Iterator, Sequence
 from dataclasses import dataclass, replace
 
 import torch
@@ -18,6 +18,7 @@ from swarm.composition import euler_logit
 from swarm.denoise import Denoised, JointDenoising
 from swarm.generate import Sampling
 from swarm.model import Block, LayerCache
+from swarm.run import VOCABULARY
 from swarm.speculative import choose_rows, sampled_log_probs
 
 Cache = list[LayerCache]
@@ -35,7 +36,7 @@ class Passage:
     hidden_drafts: Tensor | None = None  # (drafts, length, width)
     state: Tensor | None = None  # (drafts, scored, 256), normalised
     weight: float = 0.0  # of the blocks in `state`
-    drafted: Tensor | None = None  # (drafts, length, 256): the drafter's log-probabilities
+    drafted: Tensor | None = None  # (drafts, length, 256): what the drafts were drawn from
     z: Tensor | None = None  # (length, width), of joint denoising: as it came
     denoised: Denoised | None = None  # and what the block made of it
 
@@ -43,11 +44,13 @@ class Passage:
 @dataclass(frozen=True)
 class DraftOrder:
     """What the drafter is asked for. Of greedy drafts only the first is greedy: the others would
-    be the same."""
+    be the same. Drafts are drawn at the composition's temperature, `composed`: as the whole model
+    would draw, and so more of them are kept."""
 
     drafts: int
     length: int
     sampling: Sampling
+    composed: float = 1.0
 
     def samplings(self) -> list[Sampling]:
         if self.sampling.temperature > 0.0:
@@ -64,7 +67,6 @@ class DraftOrder:
         return torch.cat([head, choose_rows(log_probs[1:], rest[0], generator)])
 
 
-@torch.no_grad()
 def draft(
     block: Block,
     passages: Sequence[Passage],
@@ -73,7 +75,21 @@ def draft(
     bonus: bool,
     cache: Cache | None = None,
 ) -> list[Passage]:
-    """Write the drafts of several sweeps whose contexts and orders have one shape.
+    """Write the drafts of several sweeps whose contexts and orders have one shape."""
+    return next(draft_parts(block, passages, orders, weight, bonus, 1, cache))
+
+
+@torch.no_grad()
+def draft_parts(
+    block: Block,
+    passages: Sequence[Passage],
+    orders: Sequence[DraftOrder],
+    weight: float,
+    bonus: bool,
+    parts: int,
+    cache: Cache | None = None,
+) -> Iterator[list[Passage]]:
+    """The same, part by part as they are written; only the first has the context in it.
 
     All drafted bytes are read again as input, the last one too: the next sweep needs it in the
     cache if it is accepted, and the hosts after this one its hidden state.
@@ -84,30 +100,47 @@ def draft(
     context = torch.stack([passage.context for passage in passages])
     hidden_context = block.hidden(context, None, cache)
     fan_out(cache, rows)
-    log_probs = _log_probs(block, hidden_context[:, -1:]).repeat_interleave(rows, 0)
-    seen, hiddens, written = [log_probs], [], []
-    for _ in range(length):
-        each = seen[-1][:, 0].view(len(orders), rows, -1)
-        chosen = [o.choose(lp, g) for o, lp, g in zip(orders, each, generators, strict=True)]
-        written.append(torch.cat(chosen)[:, None])
-        hiddens.append(block.hidden(written[-1], None, cache))
-        seen.append(_log_probs(block, hiddens[-1]))
-    all_seen = torch.cat(seen, 1)
-    none = torch.zeros(len(orders) * rows, 0, dtype=torch.int64)
-    drafts = torch.cat([none, *written], 1)
-    hidden = torch.cat([hidden_context.new_zeros(len(none), 0, block.shape.width), *hiddens], 1)
-    out = []
-    for index in range(len(passages)):
-        own = slice(index * rows, (index + 1) * rows)
-        passage = Passage(
-            passages[index].context,
-            drafts[own],
-            hidden_context[index],
-            hidden[own],
-            drafted=all_seen[own, :length],
-        )
-        out.append(_composed(passage, _scored(all_seen[own], bonus), weight))
-    return out
+    hidden = hidden_context[:, -1:].repeat_interleave(rows, 0)
+    cooler = torch.tensor([order.composed for order in orders], device=context.device)
+    cooler = cooler.repeat_interleave(rows)[:, None]
+    for part in range(parts):
+        hiddens, drawn, written = [hidden[:, -1:]], [], []
+        for _ in range(part * length // parts, (part + 1) * length // parts):
+            drawn.append(F.log_softmax(block.logits(hiddens[-1][:, 0]).float() / cooler, dim=-1))
+            each = drawn[-1].view(len(orders), rows, -1)
+            chosen = [o.choose(lp, g) for o, lp, g in zip(orders, each, generators, strict=True)]
+            written.append(torch.cat(chosen)[:, None])
+            hiddens.append(block.hidden(written[-1], None, cache))
+        hidden = torch.cat(hiddens, 1)
+        drafts = torch.cat([context.new_zeros(len(hidden), 0), *written], 1)
+        drafted = torch.stack(drawn, 1) if drawn else hidden.new_zeros(len(hidden), 0, VOCABULARY)
+        seen = _scored(_log_probs(block, hidden), bonus) if weight > 0.0 else None
+        out = []
+        for index, passage in enumerate(passages):
+            own = slice(index * rows, (index + 1) * rows)
+            before = passage.context, hidden_context[index]
+            if part:
+                before = passage.context[:0], hidden_context[index, :0]
+            made = Passage(before[0], drafts[own], before[1], hidden[own, 1:], drafted=drafted[own])
+            out.append(made if seen is None else _composed(made, seen[own], weight))
+        yield out
+
+
+def joined(parts: Sequence[Passage]) -> Passage:
+    """What was drafted part by part, as one."""
+    first, *rest = parts
+    if not rest:
+        return first
+    state = None
+    if first.state is not None:
+        state = torch.cat([_there(part.state) for part in parts], 1)
+    return replace(
+        first,
+        drafts=torch.cat([part.drafts for part in parts], 1),
+        hidden_drafts=torch.cat([_there(part.hidden_drafts) for part in parts], 1),
+        drafted=torch.cat([_there(part.drafted) for part in parts], 1),
+        state=state,
+    )
 
 
 @torch.no_grad()
@@ -117,10 +150,13 @@ def score(
     weight: float,
     bonus: bool,
     cache: Cache | None = None,
+    last: Tensor | None = None,
 ) -> list[Passage]:
     """Pass several sweeps of one shape through a block: new hidden states, and its prediction.
 
-    A context is read once for all of its drafts. With weight 0 nothing is predicted.
+    A context is read once for all of its drafts. With weight 0 nothing is predicted. A later part
+    comes without a context, and with `last` (sweeps * drafts, 1, width), the hidden state behind
+    the part before it; the rest of that is in the cache.
     """
     rows = passages[0].drafts.shape[0]
     context = torch.stack([passage.context for passage in passages])
@@ -129,7 +165,10 @@ def score(
     if passages[0].hidden_context is not None and passages[0].hidden_drafts is not None:
         relay_context = torch.stack([_there(passage.hidden_context) for passage in passages])
         relay_drafts = torch.cat([_there(passage.hidden_drafts) for passage in passages])
-    if rows == 1:  # nothing to share: one forward pass for all
+    if last is not None:
+        hidden_context = last.new_zeros(len(passages), 0, block.shape.width)
+        hidden_drafts = block.hidden(drafts, relay_drafts, cache)
+    elif rows == 1:  # nothing to share: one forward pass for all
         x, relay = torch.cat([context, drafts], 1), relay_context
         if relay_context is not None and relay_drafts is not None:
             relay = torch.cat([relay_context, relay_drafts], 1)
@@ -142,7 +181,8 @@ def score(
         hidden_drafts = block.hidden(drafts, relay_drafts, cache)
     seen: Tensor | None = None
     if weight > 0.0:
-        last = hidden_context[:, -1:].repeat_interleave(rows, 0)
+        if last is None:
+            last = hidden_context[:, -1:].repeat_interleave(rows, 0)
         seen = _scored(_log_probs(block, torch.cat([last, hidden_drafts], 1)), bonus)
     out = []
     for index, passage in enumerate(passages):
@@ -213,8 +253,6 @@ def _scored(log_probs: Tensor, bonus: bool) -> Tensor:
 
 def _composed(passage: Passage, log_probs: Tensor, weight: float) -> Passage:
     """The state with one more block in it, normalised again so that the next host can check it."""
-    if weight == 0.0:
-        return passage
     if passage.state is None:
         return replace(passage, state=log_probs, weight=weight)
     state = euler_logit([passage.state, log_probs], [passage.weight, weight])

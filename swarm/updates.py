@@ -30,7 +30,7 @@ from protocol.identity import peer_from_text, peer_text, public_key_of
 from protocol.limits import DIGEST_BYTES, PEER_ID_BYTES, SHARD_BYTES
 from protocol.packing import Malformed
 from protocol.payloads import LogEntry, SignedVote, pack_index
-from swarm.aggregate import (
+from swarm.fixed_point import (
     QUANTUM_BITS,
     SCALE_ONE,
     SEGMENT,
@@ -49,6 +49,7 @@ from swarm.aggregate import (
 from swarm.log import Contribution, Entry, LogError
 from swarm.votes import UpdateRef, Vote, checked_vote
 
+Floats = npt.NDArray[np.float32]
 Quanta = npt.NDArray[np.int32]
 
 _HEADER = struct.Struct(f">HQ{PEER_ID_BYTES}s")  # block, round, sender
@@ -104,15 +105,13 @@ class UpdateCodec:
         return _HEADER.size + self.spec.max_bytes(self.size)
 
     def encode(
-        self, quanta: Ints, block: int, round_: int, sender: bytes
+        self, rest: Ints | Floats, block: int, round_: int, sender: bytes
     ) -> tuple[bytes, FixedUpdate]:
-        """The payload of an update, and the update exactly as every receiver will decode it."""
-        values = np.empty(len(quanta), dtype=np.float32)
-        for start in range(0, len(quanta), SEGMENT):
-            part = quanta[start : start + SEGMENT].astype(np.float64)
-            part *= 2.0**-QUANTUM_BITS
-            values[start : start + SEGMENT] = part
-        encoded = encode(values, self.spec)
+        """The payload of an update, and the update exactly as every receiver will decode it.
+
+        `rest` is what is to be sent, as weights or (integers) in quanta.
+        """
+        encoded = encode(_as_floats(rest), self.spec)
         payload = _HEADER.pack(block, round_, sender) + encoded.data
         if encoded.sparse is None:
             return payload, self.decode(payload, block, round_, sender)
@@ -138,6 +137,17 @@ class UpdateCodec:
             raise OtherCodec(f"update in {header.codec.name}, the run's codec is {self.spec}")
         indices, fixed = decode_fixed(body, self.size, self.spec.max_kept(self.size))
         return checked(FixedUpdate(self.size, indices, _coarser(fixed)), self.size)
+
+
+def _as_floats(rest: Ints | Floats) -> Floats:
+    if rest.dtype == np.float32:
+        return rest.astype(np.float32, copy=False)
+    values = np.empty(len(rest), dtype=np.float32)
+    for start in range(0, len(rest), SEGMENT):
+        part = rest[start : start + SEGMENT].astype(np.float64)
+        part *= 2.0**-QUANTUM_BITS
+        values[start : start + SEGMENT] = part
+    return values
 
 
 def _coarser(fixed: Ints) -> Ints:

@@ -17,8 +17,9 @@ from protocol.errors import WireError
 from protocol.frames import Oversize, Stalled, content_digest
 from protocol.identity import Identity, load_or_create, peer_text
 from protocol.messages import Message
-from swarm.aggregate import aggregate, apply_step, step_digest, to_fixed, weights_digest
+from swarm.aggregate import aggregate
 from swarm.deadline import DeadlineRules
+from swarm.fixed_point import apply_step, step_digest, to_fixed, weights_digest
 from swarm.log import ConsensusLog, Contribution, Entry, genesis
 from swarm.round_state import RoundRules
 from swarm.updates import UpdateCodec, update_digest
@@ -98,6 +99,7 @@ class Donors:
     def add(self, name: str, chain: Chain) -> None:
         rules = RoundRules(0.0, 10.0, DeadlineRules(0.5, 1.0), 0.5, 0.5)
         replica: Any = SimpleNamespace(
+            muted=False,
             settings=ReplicaSettings(RUN, 0, rules, CODEC, EVERY),
             state=chain,  # has a log, which is all that is read of a state
             consensus=chain.consensus,

@@ -12,7 +12,8 @@ import numpy as np
 
 from node.replica import Replica
 from protocol.limits import PEER_ID_BYTES
-from swarm.aggregate import FixedUpdate, Ints
+from swarm.fixed_point import FixedUpdate
+from swarm.flat import Floats
 from swarm.log import ConsensusLog
 
 HEADER_BYTES = 2 + 8 + PEER_ID_BYTES  # block, round, sender
@@ -44,7 +45,7 @@ class Liar(Replica):
     lie = Lie.SCALE
     first: bytes = b""
 
-    def encode(self, rest: Ints, log: ConsensusLog, number: int) -> tuple[bytes, FixedUpdate]:
+    def encode(self, rest: Floats, log: ConsensusLog, number: int) -> tuple[bytes, FixedUpdate]:
         # Consistent with themselves, and as long as is allowed.
         if self.lie is Lie.POISON:
             return super().encode(-4 * rest, log, number)
@@ -54,16 +55,16 @@ class Liar(Replica):
         self.first = self.first or payload
         return self.falsified(payload, rest, number), update
 
-    def falsified(self, payload: bytes, rest: Ints, number: int) -> bytes:
+    def falsified(self, payload: bytes, rest: Floats, number: int) -> bytes:
         codec, block, me = self.settings.codec, self.settings.block, self.identity.peer_id
         match self.lie:
             case Lie.SIGN_FLIP:
                 return codec.encode(-rest, block, number, me)[0]
             case Lie.SCALE:
-                return codec.encode(rest * 100, block, number, me)[0]
+                return codec.encode(rest * np.float32(100), block, number, me)[0]
             case Lie.NOISE:
                 noise = np.random.default_rng(number).normal(size=len(rest)) * rest.std()
-                return codec.encode(noise.astype(np.int64), block, number, me)[0]
+                return codec.encode(noise.astype(np.float32), block, number, me)[0]
             case Lie.NAN:  # every four bytes of it are the float NaN
                 body = b"\x00\x00\xc0\x7f" * (len(payload) // 4)
                 return payload[: HEADER_BYTES + 8] + body[: len(payload) - HEADER_BYTES - 8]
@@ -79,10 +80,10 @@ class Liar(Replica):
                 return payload + bytes(codec.max_bytes + 1 - len(payload))
 
 
-def _against_spaces(rest: Ints) -> Ints:
+def _against_spaces(rest: Floats) -> Floats:
     """All of the norm on one weight: in the blocks of the live tests, the bias of the space."""
     update = np.zeros_like(rest)
-    update[HEAD_BIAS_AT + ord(" ") if len(rest) > HEAD_BIAS_AT else 0] = -(1 << 24)
+    update[HEAD_BIAS_AT + ord(" ") if len(rest) > HEAD_BIAS_AT else 0] = -1.0
     return update
 
 

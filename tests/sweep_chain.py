@@ -20,12 +20,16 @@ class Chain:
         self.caches = model.new_caches()
 
     def verify(self, ask: Ask, sampling: Sampling) -> Passage:
-        order = DraftOrder(1, ask.length, replace(sampling, seed=ask.seed))
+        order = self._order(1, ask, sampling)
         return self._pass(ask, order, bonus=True, keep=True)
 
     def sweep(self, ask: Ask, drafts: int, sampling: Sampling) -> Passage:
-        order = DraftOrder(drafts, ask.length, replace(sampling, seed=ask.seed))
+        order = self._order(drafts, ask, sampling)
         return self._pass(ask, order, bonus=False, keep=False)
+
+    def _order(self, drafts: int, ask: Ask, sampling: Sampling) -> DraftOrder:
+        own = replace(sampling, seed=ask.seed)
+        return DraftOrder(drafts, ask.length, own, self.model.temperature)
 
     def _pass(self, ask: Ask, order: DraftOrder, bonus: bool, keep: bool) -> Passage:
         self.sweeps += 1
@@ -97,7 +101,10 @@ def write_many_verified(
 def _pass_all(model: ComposedModel, asks: list[Ask], sampling: Sampling) -> list[Passage]:
     empty = torch.zeros(0, 0, dtype=torch.int64)
     passages = [Passage(torch.tensor(list(ask.context)), empty) for ask in asks]
-    orders = [DraftOrder(1, ask.length, replace(sampling, seed=ask.seed)) for ask in asks]
+    orders = [
+        DraftOrder(1, ask.length, replace(sampling, seed=ask.seed), model.temperature)
+        for ask in asks
+    ]
     first, *rest = model.blocks
     assert first is not None
     passages = draft(first, passages, orders, model.weights[0], True)
@@ -119,6 +126,6 @@ def write_one_sweep(
         passage = chain.sweep(writer.ask(), drafts, sampling)
         scores = byte_scores(finish(passage, model.temperature), passage.drafts, sampling)
         assert passage.drafted is not None
-        q = byte_scores(passage.drafted, passage.drafts, sampling)
+        q = byte_scores(passage.drafted, passage.drafts, sampling).sum(-1)
         written += writer.hear([bytes(row) for row in passage.drafts.tolist()], scores, q)
     return written, chain.sweeps

@@ -29,7 +29,7 @@ from protocol.frames import content_digest
 from protocol.identity import Identity, peer_text
 from protocol.messages import Message
 from protocol.records import Record, Role, SignedRecord
-from swarm.aggregate import (
+from swarm.fixed_point import (
     add_into,
     apply_step,
     compact,
@@ -126,7 +126,10 @@ class Replica:
     async def answer(self, request: Message) -> tuple[Message, bytes]:
         settings = SimpleNamespace(run_id=RUN_ID, block=self.block)
         inside: Any = SimpleNamespace(
-            settings=settings, state=SimpleNamespace(log=self.log), consensus=self.consensus
+            settings=settings,
+            state=SimpleNamespace(log=self.log),
+            consensus=self.consensus,
+            muted=False,
         )
         answers = _Answers(inside, lambda signed: None, list, time.time, lambda block: None)
         reply = await getattr(answers, HANDLERS[type(request)])(request, b"")

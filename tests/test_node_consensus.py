@@ -9,7 +9,7 @@ import pytest
 from chains import CODEC, EVERY, FIRST, Chain, identity
 
 from node.consensus import Consensus
-from swarm.aggregate import to_fixed, weights_digest
+from swarm.fixed_point import to_fixed, weights_digest
 from swarm.log import LogError
 from swarm.updates import from_shards
 

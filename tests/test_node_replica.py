@@ -23,14 +23,15 @@ from node.replica_service import serve_replica
 from node.running_weights import Moment
 from node.service import Reply
 from node.trainer import TrainerError
+from protocol import messages
 from protocol.errors import WireError
-from protocol.frames import Oversize, Stalled, content_digest
+from protocol.frames import Oversize, Refused, Stalled, content_digest
 from protocol.identity import Identity, load_or_create
 from protocol.messages import Message
 from swarm import actions as act
-from swarm.aggregate import to_float
 from swarm.deadline import DeadlineRules
 from swarm.feedback import unsent
+from swarm.fixed_point import to_float
 from swarm.flat import Floats
 from swarm.log import Entry
 from swarm.round_state import RoundRules
@@ -166,7 +167,9 @@ class Member:
 
     # Board
 
-    async def publish(self, announcement: act.Announce) -> None:
+    async def publish(
+        self, announcement: act.Announce, quiet: Callable[[], Awaitable[None]]
+    ) -> None:
         a, me = announcement, self.replica.me
         record = act.PeerRecord(
             me, a.round, a.head, a.head_round, a.update, a.size_bytes, a.proposal_s
@@ -538,6 +541,35 @@ def test_over_its_budget_a_replica_is_quiet_and_comes_back_with_all_it_learned(
         assert {part.sender for part in last.contributions} == {b.replica.me, c.replica.me}
         a.replica.muted = False
         await swarm.until(lambda: same_head([a, b, c]) and len(a.head.contributions) == 3)
+
+    run(work, tmp_path)
+
+
+def test_over_its_budget_it_sends_who_catches_up_to_another_donor(tmp_path: Path) -> None:
+    async def work(swarm: Swarm) -> None:
+        a, b, c = (swarm.add(name).start() for name in "abc")
+        await swarm.until(lambda: a.head.round >= 9 and same_head([a, b, c]))
+        a.replica.muted = True
+        log, snapshot = a.replica.state.log, next(iter(a.replica.consensus.snapshots.values()))
+        purpose = messages.Purpose.CATCH_UP
+        questions: list[Message] = [
+            messages.LogRequest(run=RUN, block=0, since=bytes(32), purpose=purpose),
+            messages.IndexRequest(run=RUN, block=0, digest=snapshot.pin.name, purpose=purpose),
+            messages.ShardRequest(
+                run=RUN, block=0, digest=snapshot.pin.name, shard=0, purpose=purpose
+            ),
+            messages.AggregateRequest(
+                run=RUN, block=0, round=10, digest=log.head.digest, purpose=purpose
+            ),
+            messages.UpdateRequest(run=RUN, block=0, round=9, digest=bytes(32), purpose=purpose),
+        ]
+        for question in questions:
+            with pytest.raises(Refused, match="over its budget") as error:
+                await a.handlers[type(question)](question, b"")
+            assert error.value.code == messages.ErrorCode.NOT_ALLOWED
+        late = swarm.add("late").start()
+        await swarm.until(lambda: late.moves and same_head([b, c, late]))
+        assert a.replica.me not in late.exclusions  # it told no lie
 
     run(work, tmp_path)
 

@@ -18,8 +18,8 @@ from node.serve_trained import TrainedServer, trained_server
 from node.sweep_client import NobodyServes, SweepClient
 from node.sweep_output import Order, Output
 from protocol.records import Record, Role
-from swarm.aggregate import to_fixed, to_float
 from swarm.composition import ComposedModel
+from swarm.fixed_point import to_fixed, to_float
 from swarm.flat import flat_weights, initial_flat, load_flat
 from swarm.generate import Sampling, generate
 from swarm.runfile import run_id, with_start

@@ -44,7 +44,9 @@ class Town(Donors):
 
     def hold(self, name: str, chain: Chain) -> None:
         rules = RoundRules(0.0, 10.0, DeadlineRules(0.5, 1.0), 0.5, 0.5)
-        replica: Any = SimpleNamespace(settings=ReplicaSettings(RUN, 1, rules, CODEC, EVERY))
+        replica: Any = SimpleNamespace(
+            muted=False, settings=ReplicaSettings(RUN, 1, rules, CODEC, EVERY)
+        )
         served: dict[type, Any] = {}
         service: Any = SimpleNamespace(
             serve=lambda kind, handler, bulk=False: served.update({kind: handler})

@@ -17,13 +17,16 @@ from protocol.limits import HEADER_MAX_BYTES, PAYLOAD_MAX_BYTES, SWEEP_HOPS_MAX,
 from protocol.messages import Message, Purpose, decode, purpose_of
 from protocol.packing import Malformed, pack, to_map
 from protocol.parcel import (
+    NIBBLE_TOP,
     Garbage,
     Outcome,
     Parcel,
+    from_nibbles,
     outcome_bytes,
     pack_outcome,
     pack_parcel,
     parcel_bytes,
+    to_nibbles,
     unpack_outcome,
     unpack_parcel,
 )
@@ -206,7 +209,7 @@ def parcel_for(sweep: Sweep) -> Parcel:
             z=rng.normal(size=(length, WIDTH)).astype(np.float32),
         )
     verify = sweep.mode == Mode.VERIFY
-    drafted = log_probs(rows, length) if verify else log_probs(rows, length)[..., 0]
+    drafted = log_probs(rows, length) if verify else log_probs(rows, length)[..., 0].sum(-1)
     return Parcel(
         rng.integers(0, 256, sweep.context, dtype=np.uint8),
         rng.integers(0, 256, (rows, length), dtype=np.uint8),
@@ -230,7 +233,27 @@ def test_parcels_round_trip(sweep: Sweep) -> None:
         before, after = getattr(parcel, field.name), getattr(found, field.name)
         assert (before is None) == (after is None)
         if before is not None:
-            assert np.allclose(before, after, atol=0 if exact else 0.02)
+            rough = 0.02 if field.name == "state" else 0.25  # half a step of the 4-bit codes
+            assert np.allclose(before, after, rtol=1e-5, atol=0 if exact else rough)
+
+
+@given(st.integers(0, 2**32 - 1), st.integers(1, 9), st.floats(1e-3, 1e3))
+def test_vectors_in_four_bits(seed: int, width: int, size: float) -> None:
+    """Half a step off at most, and zeros stay zeros."""
+    vectors = np.random.default_rng(seed).normal(0, size, (3, 2, width)).astype(np.float32)
+    vectors[0, 0] = 0.0
+    scales, pairs = to_nibbles(vectors)
+    assert pairs.shape == (3, 2, (width + 1) // 2) and pairs.dtype == np.uint8
+    found = from_nibbles(scales, pairs, width)
+    step = np.abs(vectors).max(-1, keepdims=True) / NIBBLE_TOP
+    assert (np.abs(found - vectors) <= 0.51 * step + 1e-6).all()
+    assert not found[0, 0].any()
+
+
+def test_a_whole_output_with_hidden_states_is_small() -> None:
+    """What the round trips of TCP's first windows are saved by."""
+    sweep = dataclasses.replace(SWEEP, context=64, drafts=8, length=128, weight=0.0)
+    assert parcel_bytes(sweep, 96) == 64 + 8 * 128 + 8 * 4 + (64 + 8 * 128) * (2 + 48)
 
 
 def test_a_verification_travels_in_full_precision() -> None:
@@ -314,7 +337,8 @@ def outcome_for(sweep: Sweep) -> Outcome:
     parcel = parcel_for(sweep)
     assert parcel.drafts is not None
     if sweep.mode == Mode.ONE_SWEEP:
-        return Outcome(parcel.drafts, parcel.drafted, scores=parcel.drafted)
+        scores = log_probs(sweep.drafts, sweep.length)[..., 0]
+        return Outcome(parcel.drafts, parcel.drafted, scores=scores)
     if sweep.temperature > 0:
         return Outcome(parcel.drafts, parcel.drafted, log_probs=log_probs(sweep.length + 1))
     best = log_probs(sweep.length + 1)

@@ -26,7 +26,7 @@ from protocol.messages import ErrorCode, decode
 from protocol.payloads import LogEntry, Pin, Vote
 from protocol.records import Record
 from protocol.version import PROTOCOL_MAJOR, PROTOCOL_MINOR
-from swarm.aggregate import FixedUpdate, step_digest, weights_digest
+from swarm.fixed_point import FixedUpdate, step_digest, weights_digest
 from swarm.log import genesis
 from swarm.updates import UpdateCodec, from_wire_entry, snapshot_shards, to_wire_entry
 

@@ -1,58 +1,25 @@
-"""Aggregation: exact, the same in any form, and hard to harm. The attack table is here."""
+"""Aggregation: the same in any form, and hard to harm. The attack table is here."""
 
 from __future__ import annotations
 
-from math import isqrt
-
 import numpy as np
-import pytest
+from fixed_updates import SIZE, ints, vectors
 from hypothesis import given, settings
 from hypothesis import strategies as st
 
-from swarm.aggregate import (
-    CUT,
+from swarm.aggregate import Rule, aggregate, combine_groups, norm_limit
+from swarm.feedback import corrected, correction, unsent
+from swarm.fixed_point import (
     SCALE_ONE,
     VALUE_LIMIT,
     FixedUpdate,
-    Ints,
-    Rule,
-    UpdateError,
-    aggregate,
     apply_step,
-    checked,
-    combine_groups,
     compact,
-    exact_dot,
-    from_codec,
     norm,
-    norm_limit,
-    rounded_mean,
-    scaled,
     step_digest,
     summed,
-    to_fixed,
     to_float,
-    weights_digest,
 )
-from swarm.feedback import corrected, correction, unsent
-
-SIZE = 40
-PINNED_WEIGHTS = "e5842141b2059e41"
-PINNED_STEP = "407dfed5d6cc240b"
-
-
-@st.composite
-def vectors(draw: st.DrawFn, limit: int = VALUE_LIMIT - 1) -> FixedUpdate:
-    places = sorted(draw(st.sets(st.integers(0, SIZE - 1), max_size=12)))
-    values = [draw(st.integers(-limit, limit)) for _ in places]
-    return FixedUpdate(SIZE, np.array(places, dtype=np.int64), np.array(values, dtype=np.int64))
-
-
-@given(vectors(), vectors())
-def test_inner_product_is_exact(a: FixedUpdate, b: FixedUpdate) -> None:
-    expected = sum(int(x) * int(y) for x, y in zip(a.dense(), b.dense(), strict=True))
-    assert exact_dot(a.dense(), b.dense()) == expected
-    assert norm(a) == isqrt(sum(int(x) ** 2 for x in a.values))
 
 
 @given(st.lists(vectors(), min_size=1, max_size=6), st.lists(vectors(), max_size=1))
@@ -79,27 +46,6 @@ def test_steps_are_as_good_as_their_sum(
     assert (one.scales, one.scores) == (other.scales, other.scores)
 
 
-@pytest.mark.parametrize("size", [1, CUT - 1, CUT, CUT + 1, 2 * CUT + 77])
-@pytest.mark.parametrize("dense", [0, 1])
-def test_a_sum_in_pieces_is_the_sum(size: int, dense: int) -> None:
-    rng = np.random.default_rng(size)
-    parts = []
-    for number, share in enumerate((0.0, 0.01, 0.2, 1.0)):
-        values = rng.integers(-VALUE_LIMIT + 1, VALUE_LIMIT, size) * (rng.random(size) < share)
-        at = np.flatnonzero(values)
-        sparse = FixedUpdate(size, at, values[at])
-        parts.append(
-            (FixedUpdate(size, None, values) if dense and number == 2 else sparse, 1 - number)
-        )
-    total = summed(parts)
-    expected = sum(times * part.dense() for part, times in parts)
-    assert np.array_equal(total.dense(), expected)
-    assert (total.indices is None) == (2 * np.count_nonzero(expected) >= size)
-    few = summed(parts[:2])
-    assert few.indices is not None or size == 1
-    assert np.array_equal(few.dense(), parts[0][0].dense())  # the second counts 0 times
-
-
 @given(st.lists(vectors(), min_size=3, max_size=7))
 @settings(max_examples=60)
 def test_most_updates_stay_and_none_grows(updates: list[FixedUpdate]) -> None:
@@ -110,78 +56,8 @@ def test_most_updates_stay_and_none_grows(updates: list[FixedUpdate]) -> None:
     assert all(0 <= scale <= SCALE_ONE for scale in result.scales)
 
 
-@given(vectors(), st.integers(0, SCALE_ONE))
-def test_scaling_never_lengthens(update: FixedUpdate, scale: int) -> None:
-    short = scaled(update, scale)
-    assert np.all(np.abs(short.values) * SCALE_ONE <= np.abs(update.values) * scale)
-
-
-@given(st.integers(-(2**40), 2**40), st.integers(1, 16))
-def test_mean_is_symmetric_and_nearest(total: int, count: int) -> None:
-    one = int(rounded_mean(np.array([total]), count)[0])
-    assert one == -int(rounded_mean(np.array([-total]), count)[0])
-    assert abs(2 * (one * count - total)) <= count
-
-
-@given(st.lists(st.integers(-(2**31) + 1, 2**31 - 1), min_size=SIZE, max_size=SIZE), vectors())
-def test_steps_are_reversible_even_at_the_edge(start: list[int], delta: FixedUpdate) -> None:
-    consensus = np.array(start, dtype=np.int32)
-    new, change = apply_step(consensus, delta)
-    back, _ = apply_step(new, FixedUpdate(SIZE, change.indices, -change.values))
-    assert np.array_equal(back, consensus)
-
-
-def test_fixed_point_holds_weights() -> None:
-    weights = np.array([0.0, 1.5, -0.02, 127.9, 1e-7], dtype=np.float32)
-    assert np.allclose(to_float(to_fixed(weights)), weights, atol=2**-24)
-    assert np.all(np.abs(to_fixed(np.array([1e9, -1e9], dtype=np.float32))) == VALUE_LIMIT - 1)
-
-
-def test_digests_are_pinned() -> None:
-    """A change of these names is a change of the protocol."""
-    assert weights_digest(np.arange(4, dtype=np.int32)).hex()[:16] == PINNED_WEIGHTS
-    sparse = FixedUpdate(4, np.array([1, 3]), np.array([5, -7]))
-    assert step_digest(sparse).hex()[:16] == PINNED_STEP
-
-
-def _ints(*values: int) -> Ints:
-    return np.array(values, dtype=np.int64)
-
-
-@pytest.mark.parametrize(
-    "bad",
-    [
-        FixedUpdate(9, None, _ints(1, 2)),
-        FixedUpdate(4, None, _ints(1, 2)),
-        FixedUpdate(4, _ints(0, 0), _ints(1, 2)),
-        FixedUpdate(4, _ints(1, 0), _ints(1, 2)),
-        FixedUpdate(4, _ints(-1, 0), _ints(1, 2)),
-        FixedUpdate(4, _ints(0, 4), _ints(1, 2)),
-        FixedUpdate(4, _ints(0), _ints(1, 2)),
-        FixedUpdate(4, _ints(0), _ints(VALUE_LIMIT)),
-        FixedUpdate(4, _ints(0), np.array([np.nan])),  # type: ignore[arg-type]
-        FixedUpdate(4, None, np.zeros((2, 2), dtype=np.int64)),
-    ],
-)
-def test_malformed_updates_are_refused(bad: FixedUpdate) -> None:
-    with pytest.raises(UpdateError):
-        checked(bad, 4)
-
-
-@given(st.lists(st.integers(-(2**46), 2**46), min_size=1, max_size=20))
-def test_finer_units_are_rounded_to_the_nearest_quantum(values: list[int]) -> None:
-    update = from_codec(len(values), None, np.array(values, dtype=np.int64), bits=40)
-    assert all(abs(int(q) * 2**16 - v) <= 2**15 for q, v in zip(update.values, values, strict=True))
-
-
-@pytest.mark.parametrize("value", [2**47, -(2**47), 2**52, -(2**63)])
-def test_finer_units_out_of_range_are_refused(value: int) -> None:
-    with pytest.raises(UpdateError):
-        from_codec(1, None, np.array([value], dtype=np.int64), bits=40)
-
-
 def test_tiny_updates_cannot_clip_the_others_to_nothing() -> None:
-    big, tiny = FixedUpdate(4, None, _ints(1000, 0, 0, 0)), FixedUpdate(4, None, _ints(1, 0, 0, 0))
+    big, tiny = FixedUpdate(4, None, ints(1000, 0, 0, 0)), FixedUpdate(4, None, ints(1, 0, 0, 0))
     assert aggregate([big, tiny], recent_norms=(1000, 1000)).scales == (SCALE_ONE, SCALE_ONE)
 
 
@@ -191,7 +67,7 @@ def test_norms_that_grow_together_are_not_held_back() -> None:
     for wanted in range(1000, 41000, 1000):
         limit = norm_limit(norms[-8:])
         length = wanted if limit is None else min(wanted, limit)
-        both = [FixedUpdate(2, None, _ints(length, 0)), FixedUpdate(2, None, _ints(length, 1))]
+        both = [FixedUpdate(2, None, ints(length, 0)), FixedUpdate(2, None, ints(length, 1))]
         result = aggregate(both, recent_norms=norms[-8:])
         assert result.scales == (SCALE_ONE, SCALE_ONE)
         norms.append(result.median_norm)
@@ -203,13 +79,13 @@ def test_norms_that_grow_together_are_not_held_back() -> None:
 def test_what_a_sender_shrinks_to_is_never_refused(recent: list[int], others: int) -> None:
     limit = norm_limit(recent)
     assert limit is not None
-    short = FixedUpdate(4, None, _ints(0, others, 0, 0))
-    updates = [FixedUpdate(4, None, _ints(0, limit, 0, 0)), short, short]
+    short = FixedUpdate(4, None, ints(0, others, 0, 0))
+    updates = [FixedUpdate(4, None, ints(0, limit, 0, 0)), short, short]
     assert aggregate(updates, recent_norms=recent).scales[0] > 0
 
 
 def test_groups_are_weighted_by_their_size() -> None:
-    one, other = FixedUpdate(2, None, _ints(10, 0)), FixedUpdate(2, None, _ints(0, 10))
+    one, other = FixedUpdate(2, None, ints(10, 0)), FixedUpdate(2, None, ints(0, 10))
     assert combine_groups([(one, 3), (other, 1)]).dense().tolist() == [8, 3]
 
 

@@ -6,8 +6,15 @@ import numpy as np
 from hypothesis import given
 from hypothesis import strategies as st
 
-from swarm.aggregate import SCALE_ONE, FixedUpdate, apply_step, scaled, to_float
-from swarm.feedback import corrected, correction, only_ours, reverse_correction, unsent
+from swarm.feedback import (
+    corrected,
+    correction,
+    only_ours,
+    reverse_correction,
+    unsent,
+    unsent_weights,
+)
+from swarm.fixed_point import SCALE_ONE, FixedUpdate, apply_step, scaled, to_float
 
 SIZE = 12
 small = st.lists(st.integers(-(2**20), 2**20), min_size=SIZE, max_size=SIZE)
@@ -58,3 +65,13 @@ def test_a_merge_neither_repeats_nor_undoes(ours: list[int], theirs: list[int]) 
             assert abs(their + more) == max(abs(mine), abs(their))
         else:
             assert more == mine
+
+
+@given(small, small, small)
+def test_as_weights_it_is_the_same(start: list[int], learned: list[int], flying: list[int]) -> None:
+    """Values are below 2**23 quanta, where fp32 is exact."""
+    consensus = np.array(start, dtype=np.int32)
+    weights = corrected(to_float(consensus), _dense(learned))
+    exact = unsent(weights, consensus, in_flight=[_dense(flying)])
+    rounded = unsent_weights(weights, consensus, in_flight=[_dense(flying)])
+    assert np.array_equal(rounded * 2.0**24, exact)

@@ -7,7 +7,7 @@ from dataclasses import replace
 
 import pytest
 
-from swarm.aggregate import SCALE_ONE
+from swarm.fixed_point import SCALE_ONE
 from swarm.log import (
     ConsensusLog,
     Contribution,

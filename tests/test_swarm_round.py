@@ -11,8 +11,8 @@ from hypothesis import given, settings
 from hypothesis import strategies as st
 
 from swarm import actions as act
-from swarm.aggregate import SCALE_ONE, add_into, scaled
 from swarm.deadline import DeadlineRules
+from swarm.fixed_point import SCALE_ONE, add_into, scaled
 from swarm.log import ConsensusLog, Contribution, Entry, MoveMode, genesis
 from swarm.round import next_wakeup_s, step
 from swarm.round_state import Phase, RoundRules, RoundState
@@ -254,6 +254,22 @@ def test_nobody_is_framed_by_a_foreign_record() -> None:
     record = act.PeerRecord("p0", 1, START.digest, -1, theirs(1, 1), 10, 2.0)
     _, actions = step(state, record, 20.5)
     assert not actions
+
+
+def test_a_vote_that_overtakes_its_record_brings_the_offer() -> None:
+    """Heard first of all from a peer, its vote must not make it look like one with no update."""
+    log = fresh().log
+    state = RoundState("me", RULES, log, warm_until=0, round=1)
+    state, _ = step(state, act.PeerRecord("p0", 1, START.digest, -1, None, 0, 2.0), 39.0)
+    state, _ = step(state, act.Tick(), 40.0)
+    state, _ = step(state, act.UpdateReady(2, own(2), 10), 40.1)
+    vote = Vote("p0", 2, START.digest, -1, tuple(sorted([own(2), theirs(0, 2), theirs(1, 2)])))
+    state, actions = step(state, act.VoteArrived(vote), 40.2)
+    assert [a.ref for a in actions if isinstance(a, act.Pull)] == [theirs(0, 2)]
+    assert not any(isinstance(a, act.SendVote) for a in actions)
+    state, actions = step(state, act.UpdateArrived(theirs(0, 2)), 40.3)
+    sent = next(a.vote for a in actions if isinstance(a, act.SendVote))
+    assert theirs(0, 2) in sent.listed
 
 
 def test_an_exchange_must_fit_into_a_period() -> None:

@@ -2,10 +2,14 @@
 
 from __future__ import annotations
 
+import itertools
+import math
+
 import pytest
 import torch
 from hypothesis import given
 from hypothesis import strategies as st
+from torch import Tensor
 
 from swarm.generate import Sampling
 from swarm.speculative import (
@@ -14,6 +18,8 @@ from swarm.speculative import (
     best_draft,
     choose_rows,
     importance,
+    left_over,
+    prefix_chances,
     resampled_draft,
     sampled_log_probs,
 )
@@ -95,9 +101,61 @@ def test_rows_are_chosen_as_a_single_byte_is(sampling: Sampling) -> None:
 
 def test_the_likeliest_draft_and_the_weights() -> None:
     scores = torch.tensor([[-1.0, -2.0], [-0.5, -2.0], [-4.0, -4.0]])
-    drafted = torch.tensor([[-1.0, -2.0], [-0.5, -2.0], [-4.0, -4.0 - torch.log(torch.tensor(2))]])
+    drafted = torch.tensor([-3.0, -2.5, -8.0 - torch.log(torch.tensor(2))])
     assert best_draft(scores) == 1
     assert torch.allclose(importance(scores, drafted), torch.tensor([0.25, 0.25, 0.5]).double())
     only = torch.tensor([[0.0], [-1e4], [-1e4]])
     generator = torch.Generator().manual_seed(0)
-    assert resampled_draft(only, torch.zeros(3, 1), generator) == 0
+    assert resampled_draft(only, torch.zeros(3), generator) == 0
+
+
+def _texts(alphabet: int, length: int) -> list[tuple[int, ...]]:
+    return list(itertools.product(range(alphabet), repeat=length))
+
+
+def test_a_verified_draft_has_exactly_the_models_distribution() -> None:
+    """Every draft, every fate of it, every byte after: no sampling, the whole distribution."""
+    alphabet, length = 3, 3
+    for seed in range(5):
+        generator = torch.Generator().manual_seed(seed)
+
+        def table(generator: torch.Generator = generator) -> dict[tuple[int, ...], Tensor]:
+            prefixes = [t for n in range(length + 1) for t in _texts(alphabet, n)]
+            draws = torch.randn(len(prefixes), alphabet, generator=generator, dtype=torch.float64)
+            return dict(zip(prefixes, draws.softmax(-1), strict=True))
+
+        p, q = table(), table()
+
+        def chance(of: dict[tuple[int, ...], Tensor], text: tuple[int, ...], start: int) -> float:
+            return math.prod(float(of[text[:n]][text[n]]) for n in range(start, len(text)))
+
+        made = dict.fromkeys(_texts(alphabet, length + 1), 0.0)
+        plain = together = 0.0  # bytes of the draft that are kept, one by one and as a whole
+        for draft in _texts(alphabet, length):
+            along = [draft[:n] for n in range(length + 1)]
+            model, drafter = (torch.stack([of[t] for t in along]) for of in (p, q))
+            weights, chances = prefix_chances(draft, model, drafter[:-1])
+            drawn, one_by_one = chance(q, draft, 0), 1.0
+            for n in range(length):
+                one_by_one *= min(1.0, float(model[n, draft[n]] / drafter[n, draft[n]]))
+                plain += drawn * one_by_one
+            for kept in range(length + 1):
+                fate = drawn * (chances[kept - 1] if kept else 1.0)
+                fate *= math.prod(1.0 - later for later in chances[kept:])
+                together += fate * kept
+                last = kept == length
+                left = model[kept] if last else left_over(weights[kept], model[kept], drafter[kept])
+                for text in made:
+                    if text[:kept] == draft[:kept]:
+                        byte = float(left[text[kept]] / left.sum())
+                        made[text] += fate * byte * chance(p, text, kept + 1)
+        for text, found in made.items():
+            assert math.isclose(found, chance(p, text, 0), abs_tol=1e-12)
+        assert together >= plain - 1e-12
+
+
+def test_the_chances_of_a_draft_of_the_model_itself() -> None:
+    generator = torch.Generator().manual_seed(0)
+    p = torch.randn(4, 256, generator=generator, dtype=torch.float64).softmax(-1)
+    weights, chances = prefix_chances([5, 6, 7], p, p[:-1])
+    assert weights == [1.0] * 4 and chances == [1.0] * 3

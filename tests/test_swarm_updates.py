@@ -18,13 +18,12 @@ from protocol.identity import Identity, peer_text
 from protocol.limits import SHARD_BYTES
 from protocol.packing import Malformed
 from protocol.payloads import LogEntry, SignedVote, pack_log, seal_vote, unpack_log, verify_vote
-from swarm.aggregate import (
+from swarm.aggregate import Rule, aggregate
+from swarm.fixed_point import (
     VALUE_LIMIT,
     FixedUpdate,
     Ints,
-    Rule,
     UpdateError,
-    aggregate,
     apply_step,
     checked,
     step_digest,

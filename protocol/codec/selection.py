@@ -83,13 +83,12 @@ def _largest_in_rows(magnitudes: Float32s, keep: int) -> Int64s:
     rows, width = magnitudes.shape
     thresholds, exact = _thresholds(magnitudes, keep)
     reached = magnitudes >= thresholds[:, None]
-    counts = np.count_nonzero(reached, axis=1)
+    passed, counts = _passed(reached)
     short = np.flatnonzero(counts < keep)
     if len(short) and not exact:
         thresholds[short] = _kth_largest(magnitudes[short], keep)
         reached[short] = magnitudes[short] >= thresholds[short, None]
-        counts = np.count_nonzero(reached, axis=1)
-    passed = np.flatnonzero(reached)
+        passed, counts = _passed(reached)
     found = magnitudes.reshape(-1)[passed]
     row_of = np.repeat(np.arange(rows), counts)
     chosen = found >= _kth_of_ragged(found, row_of, counts, keep)[row_of]
@@ -97,6 +96,13 @@ def _largest_in_rows(magnitudes: Float32s, keep: int) -> Int64s:
     if (np.bincount(row_of[chosen], minlength=rows) > keep).any():  # equals: the first of them
         return _ranked(found, passed, row_of, counts, keep, width)
     return passed[chosen]
+
+
+def _passed(reached: NDArray[np.bool_]) -> tuple[Int64s, Int64s]:
+    """Flat indices of what is true, and how many there are in each row."""
+    rows, width = reached.shape
+    passed = np.flatnonzero(reached)
+    return passed, np.diff(np.searchsorted(passed, np.arange(rows + 1) * width))
 
 
 def _kth_of_ragged(values: Float32s, row_of: Int64s, counts: Int64s, k: int) -> NDArray[np.float32]:

@@ -1,0 +1,334 @@
+"""Updates and the consensus as integers: sums, inner products and names that no CPU can change.
+
+Decides the arithmetic. Knows nothing of whose updates they are, nor of which of them count
+(`swarm.aggregate`).
+
+The consensus is an int32 vector in units of 2**-QUANTUM_BITS (|weight| < 128, resolution 6e-8,
+finer than fp32 above 1). Integer addition is exact and commutes, so no CPU, thread count or library
+version can change a bit of it; fp32 weights are derived from it. It costs no memory: every host
+needs one copy of the consensus beside its running weights in any case (its update is their
+difference), and that copy is this one.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Iterator, Sequence
+from dataclasses import dataclass
+from math import isqrt
+
+import numpy as np
+import numpy.typing as npt
+from blake3 import blake3
+
+from protocol.errors import WireError
+
+Ints = npt.NDArray[np.int64]
+Quanta = npt.NDArray[np.int32]
+
+QUANTUM_BITS = 24
+VALUE_LIMIT = 2**31  # |value| of an update, in quanta: what int32 holds
+SCALE_ONE = 1 << 16
+SEGMENT = 1 << 15  # coordinates per pass: what fits into a core's L2 cache with its temporaries
+CUT = 1 << 17  # the same for sparse updates, which touch few of them
+
+
+class UpdateError(WireError):
+    """An update that no honest codec produces: wrong size, order, range."""
+
+
+@dataclass(frozen=True, eq=False)
+class FixedUpdate:
+    """A vector of `size` coordinates in quanta: all of them, or only those at `indices`."""
+
+    size: int
+    indices: Ints | None
+    values: Ints
+
+    def dense(self) -> Ints:
+        if self.indices is None:
+            return self.values
+        out = np.zeros(self.size, dtype=np.int64)
+        out[self.indices] = self.values
+        return out
+
+    def same_as(self, other: FixedUpdate) -> bool:
+        return self.size == other.size and bool(np.array_equal(self.dense(), other.dense()))
+
+
+def checked(update: FixedUpdate, size: int) -> FixedUpdate:
+    """The same update if it is well formed for a block of `size` weights; otherwise UpdateError."""
+    values, indices = update.values, update.indices
+    if update.size != size:
+        raise UpdateError(f"update of {update.size} weights for a block of {size}")
+    if values.ndim != 1 or values.dtype.kind != "i":
+        raise UpdateError("update values are not a vector of integers")
+    if len(values) and not (int(values.min()) > -VALUE_LIMIT and int(values.max()) < VALUE_LIMIT):
+        raise UpdateError("update value out of range")
+    if indices is None:
+        if len(values) != size:
+            raise UpdateError(f"dense update with {len(values)} of {size} values")
+    else:
+        if indices.ndim != 1 or indices.dtype.kind != "i" or len(indices) != len(values):
+            raise UpdateError("update indices do not match its values")
+        if len(indices) and (
+            int(indices[0]) < 0 or int(indices[-1]) >= size or bool(np.any(np.diff(indices) <= 0))
+        ):
+            raise UpdateError("update indices are not ascending within the block")
+        indices = indices.astype(np.int64, copy=False)
+    return FixedUpdate(size, indices, values.astype(np.int64, copy=False))
+
+
+def from_codec(size: int, indices: Ints | None, values: Ints, bits: int) -> FixedUpdate:
+    """A decoded update (units of 2**-bits, bits >= QUANTUM_BITS) in quanta, checked.
+
+    Halves are rounded away from zero. The sender does the same to its own update before it books
+    it, so what the rounding drops stays unsent.
+    """
+    unit = 1 << (bits - QUANTUM_BITS)
+    if values.ndim != 1 or values.dtype.kind != "i":
+        raise UpdateError("update values are not a vector of integers")
+    if len(values) and max(int(values.max()), -int(values.min())) >= VALUE_LIMIT * unit - unit:
+        raise UpdateError("update value out of range")
+    return checked(FixedUpdate(size, indices, rounded_mean(values.astype(np.int64), unit)), size)
+
+
+def exact_dot(a: Ints, b: Ints) -> int:
+    """Inner product as a Python int, exact for |a|, |b| < 2**35.
+
+    In segments that stay in the cache. Mostly the values are small enough that a segment's sum of
+    products fits into an int64; else both are cut into halves of 18 bits: |high| <= 2**17 and
+    low < 2**18, so a product is below 2**36 and the sum of a segment below 2**52.
+    """
+    total = 0
+    for start in range(0, len(a), SEGMENT):
+        x, y = a[start : start + SEGMENT], b[start : start + SEGMENT]
+        largest = magnitude(x)
+        if largest * (largest if a is b else magnitude(y)) * len(x) < 1 << 63:
+            total += int(np.dot(x, y))
+            continue
+        x1, x0, y1, y0 = x >> 18, x & 0x3FFFF, y >> 18, y & 0x3FFFF
+        middle = int(np.dot(x1, y0)) + int(np.dot(x0, y1))
+        total += (int(np.dot(x1, y1)) << 36) + (middle << 18) + int(np.dot(x0, y0))
+    return total
+
+
+def magnitude(values: Ints) -> int:
+    return max(int(values.max()), -int(values.min()))
+
+
+def norm(update: FixedUpdate) -> int:
+    """Euclidean norm in quanta, rounded down."""
+    return isqrt(exact_dot(update.values, update.values))
+
+
+def scaled(update: FixedUpdate, scale: int) -> FixedUpdate:
+    """update * scale / 65536, rounded toward zero: never longer than asked."""
+    if scale == SCALE_ONE:
+        return update
+    values = np.empty(len(update.values), dtype=np.int64)
+    for start in range(0, len(values), SEGMENT):
+        part, out = update.values[start : start + SEGMENT], values[start : start + SEGMENT]
+        np.abs(part, out=out)
+        out *= scale
+        out >>= 16
+        np.negative(out, out=out, where=part < 0)
+    return FixedUpdate(update.size, update.indices, values)
+
+
+def rounded_mean(total: Ints, count: int) -> Ints:
+    """total / count, halves away from zero: symmetric, so that no drift builds up over rounds."""
+    result = np.empty_like(total)
+    for start in range(0, len(total), SEGMENT):
+        part, out = total[start : start + SEGMENT], result[start : start + SEGMENT]
+        if magnitude(part) < 1 << 51:
+            # Exact, and several times as fast as dividing integers: a quotient that is no integer
+            # is at least 1 / (2 * count) below the next one, which is more than a double rounds.
+            signed = part.astype(np.float64)
+            mean = np.abs(signed)
+            mean *= 2
+            mean += count
+            mean /= 2 * count
+            np.floor(mean, out=mean)
+            out[:] = np.copysign(mean, signed, out=mean)
+            continue
+        np.abs(part, out=out)
+        out *= 2
+        out += count
+        out //= 2 * count
+        np.negative(out, out=out, where=part < 0)
+    return result
+
+
+def add_into(total: Ints, update: FixedUpdate, times: int = 1) -> None:
+    """total += times * update, in place."""
+    at = slice(None) if update.indices is None else update.indices
+    if times == 1:
+        total[at] += update.values
+    elif times == -1:
+        total[at] -= update.values
+    else:
+        total[at] += times * update.values
+
+
+def summed(parts: Sequence[tuple[FixedUpdate, int]]) -> FixedUpdate:
+    """The sum of updates, each taken so many times, in its shorter form."""
+    return summed_against(parts, ())[0]
+
+
+def summed_against(
+    parts: Sequence[tuple[FixedUpdate, int]], others: Sequence[FixedUpdate]
+) -> tuple[FixedUpdate, list[int]]:
+    """The sum of `parts`, and the inner product of each of `others` with it."""
+    size, dense = parts[0][0].size, any(part.indices is None for part, _ in parts)
+    whole = np.empty(size if dense else 0, dtype=np.int64)
+    found: list[tuple[Ints, Ints]] = []
+    products = Products(others)
+    for start, total in pieces(parts, whole if dense else None):
+        products.add(start, total)
+        if not dense:
+            kept = np.flatnonzero(total != 0)  # of bools it is several times as fast
+            found.append((kept + start, total[kept]))
+    return (compact(whole) if dense else _joined(size, found)), products.done()
+
+
+def pieces(
+    parts: Sequence[tuple[FixedUpdate, int]], whole: Ints | None = None
+) -> Iterator[tuple[int, Ints]]:
+    """The sum of updates, one piece after another: where it starts, and its coordinates.
+
+    A piece stays in the cache: of sparse updates no dense vector is ever written to memory. Without
+    `whole` to write to, a piece is valid until the next one.
+    """
+    size = parts[0][0].size
+    scratch = np.empty(min(CUT, size), dtype=np.int64) if whole is None else whole
+    ends = [_ends(part) for part, _ in parts]
+    for number, start in enumerate(range(0, size, CUT)):
+        stop = min(start + CUT, size)
+        total = scratch[: stop - start] if whole is None else scratch[start:stop]
+        total.fill(0)
+        for (part, times), at in zip(parts, ends, strict=True):
+            if part.indices is None:
+                piece = FixedUpdate(len(total), None, part.values[start:stop])
+            else:
+                here = slice(at[number], at[number + 1])
+                piece = FixedUpdate(len(total), part.indices[here] - start, part.values[here])
+            add_into(total, piece, times)
+        yield start, total
+
+
+class Products:
+    """Inner products of updates with a vector that comes in pieces."""
+
+    def __init__(self, updates: Sequence[FixedUpdate]) -> None:
+        self._updates, self._found = updates, [0] * len(updates)
+        self._ends = [_ends(update) for update in updates]
+        # What the vector is where a sparse update has values: one product at the end is cheaper.
+        self._met: list[list[Ints]] = [[] for _ in updates]
+
+    def add(self, start: int, total: Ints) -> None:
+        number = start // CUT
+        for i, (update, ends) in enumerate(zip(self._updates, self._ends, strict=True)):
+            if update.indices is None:
+                self._found[i] += exact_dot(update.values[start : start + len(total)], total)
+            else:
+                here = slice(ends[number], ends[number + 1])
+                self._met[i].append(total[update.indices[here] - start])
+
+    def done(self) -> list[int]:
+        return [
+            product + (exact_dot(update.values, np.concatenate(met)) if met else 0)
+            for product, update, met in zip(self._found, self._updates, self._met, strict=True)
+        ]
+
+
+def _ends(update: FixedUpdate) -> list[int]:
+    """Where each piece of a sparse update begins, and the last one ends."""
+    if update.indices is None:
+        return []
+    bounds = np.arange(0, update.size + CUT, CUT)
+    ends: list[int] = np.searchsorted(update.indices, bounds).tolist()
+    return ends
+
+
+def _joined(size: int, found: Sequence[tuple[Ints, Ints]]) -> FixedUpdate:
+    indices = np.concatenate([at for at, _ in found]) if found else np.zeros(0, dtype=np.int64)
+    values = np.concatenate([v for _, v in found]) if found else np.zeros(0, dtype=np.int64)
+    sparse = FixedUpdate(size, indices.astype(np.int64, copy=False), values)
+    return sparse if 2 * len(indices) < size else FixedUpdate(size, None, sparse.dense())
+
+
+def compact(dense: Ints) -> FixedUpdate:
+    """The shorter of the two forms of a dense vector (an index costs as much as a value)."""
+    indices = np.flatnonzero(dense != 0).astype(np.int64, copy=False)
+    if 2 * len(indices) < len(dense):
+        return FixedUpdate(len(dense), indices, dense[indices])
+    return FixedUpdate(len(dense), None, dense)
+
+
+def mean_step(total: FixedUpdate, count: int) -> FixedUpdate:
+    """The rounded mean of a sum of updates, in its shorter form."""
+    values = rounded_mean(total.values, count)
+    if total.indices is None:
+        return compact(values)
+    kept = np.flatnonzero(values != 0)  # a mean may be rounded to nothing
+    return FixedUpdate(total.size, total.indices[kept], values[kept])
+
+
+def apply_step(consensus: Quanta, delta: FixedUpdate) -> tuple[Quanta, FixedUpdate]:
+    """The next consensus, and the step as it really was.
+
+    A weight that would leave int32 stays at its edge; the returned step says so, which makes every
+    step of the log exactly reversible: old + step = new and new - step = old.
+    """
+    edge = VALUE_LIMIT - 1
+    if delta.indices is not None:
+        before = consensus[delta.indices].astype(np.int64)
+        after = np.clip(before + delta.values, -edge, edge)
+        new = consensus.copy()
+        new[delta.indices] = after
+        if np.array_equal(after, before + delta.values):
+            return new, delta
+        changed = FixedUpdate(delta.size, delta.indices, after - before)
+        return new, compact(changed.dense())
+    new, whole = np.empty_like(consensus), True
+    for start in range(0, len(consensus), SEGMENT):
+        part = consensus[start : start + SEGMENT] + delta.values[start : start + SEGMENT]
+        whole = whole and magnitude(part) <= edge
+        new[start : start + SEGMENT] = np.clip(part, -edge, edge)
+    return new, delta if whole else compact(new.astype(np.int64) - consensus)
+
+
+def to_float(consensus: Quanta) -> npt.NDArray[np.float32]:
+    """The fp32 weights of a consensus: one correctly rounded division by a power of two."""
+    return (consensus.astype(np.float64) * 2.0**-QUANTUM_BITS).astype(np.float32)
+
+
+def to_fixed(weights: npt.NDArray[np.float32]) -> Quanta:
+    """The nearest consensus to fp32 weights (used once, for a run's first weights)."""
+    quanta = np.rint(weights.astype(np.float64) * 2.0**QUANTUM_BITS)
+    return np.clip(quanta, -(VALUE_LIMIT - 1), VALUE_LIMIT - 1).astype(np.int32)
+
+
+def weights_digest(consensus: Quanta) -> bytes:
+    """The name of a consensus: BLAKE3 over its little-endian int32 values."""
+    state = blake3(b"blockswarm weights 2")
+    state.update(len(consensus).to_bytes(8, "big"))
+    state.update(np.ascontiguousarray(consensus, dtype="<i4").view(np.uint8).data)
+    return state.digest()
+
+
+def step_digest(delta: FixedUpdate) -> bytes:
+    """The name of a step, whatever form it is held in: of all its values if that is shorter."""
+    short = delta
+    if delta.indices is None or 2 * np.count_nonzero(delta.values) >= delta.size:
+        short = compact(delta.dense())
+    elif not delta.values.all():
+        kept = np.flatnonzero(delta.values)
+        short = FixedUpdate(delta.size, delta.indices[kept], delta.values[kept])
+    state = blake3(b"blockswarm step 2")
+    state.update(delta.size.to_bytes(8, "big"))
+    state.update(b"dense" if short.indices is None else b"sparse")
+    for numbers in (short.indices, short.values):
+        if numbers is not None:
+            state.update(np.ascontiguousarray(numbers, dtype="<i8").view(np.uint8).data)
+    return state.digest()
