@@ -31,7 +31,8 @@ from swarm.generate import Sampling, generate
 from swarm.runfile import parse, run_id
 
 GREEDY = Sampling(temperature=0.0)
-PROMPTS = 100
+NEAR_TIE_NATS = 1e-4
+PROMPTS = 300
 START_S = 60.0
 LIMIT_S = 240.0
 
@@ -164,8 +165,21 @@ async def _equal_on_many_prompts(client: SweepClient, model: ComposedModel) -> N
         expected = bytes(generate(model, prompt, 24, GREEDY))
         found, figures = await written(client, prompt, 24, draft_length=12)
         assert figures.missing == ()
-        near_ties += found != expected
-    assert near_ties <= 1
+        if found != expected:
+            near_ties += 1
+            assert gap_where_they_part(model, prompt, expected, found) < NEAR_TIE_NATS
+    assert near_ties <= 2
+
+
+def gap_where_they_part(
+    model: ComposedModel, prompt: bytes, expected: bytes, found: bytes
+) -> float:
+    """Between the two likeliest bytes, by the model itself: an honest difference is in its last
+    bits, where a host's arithmetic rounds differently."""
+    same = next(i for i, (a, b) in enumerate(zip(expected, found, strict=True)) if a != b)
+    text = (prompt + expected[:same])[-model.run.model.context :]
+    best = model.log_probs(torch.tensor([list(text)]))[0, -1].topk(2).values
+    return float(best[0] - best[1])
 
 
 async def _killed_in_mid_output(
