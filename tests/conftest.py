@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import dataclasses
+import signal
 from collections.abc import Callable, Iterator
 from typing import Any
 
@@ -18,6 +19,11 @@ from swarm.worker import initial_block
 # Derandomized: a red run of CI is red again when it is repeated. No deadline: CI machines stall.
 settings.register_profile("blockswarm", deadline=None, derandomize=True)
 settings.load_profile("blockswarm")
+
+# A shell starts background jobs with SIGINT ignored, their children inherit that, and tests that
+# press Ctrl-C would wait for ever.
+if signal.getsignal(signal.SIGINT) is signal.SIG_IGN:
+    signal.signal(signal.SIGINT, signal.default_int_handler)
 
 MakeRun = Callable[..., Run]
 MakeModel = Callable[..., ComposedModel]
