@@ -50,7 +50,7 @@ def live(tmp_path_factory: pytest.TempPathFactory) -> Iterator[Live]:
         address = seed.address()
         others = [swarm.join(address, name, block=1) for name in ("one", "two")]
         for host in (seed, *others):
-            host.until_round(1)
+            host.until_round(4)  # a log that is worth not pulling twice
         yield Live(swarm, address, (seed, *others))
     assert not any(process.running for process in swarm.processes)
 
@@ -80,7 +80,8 @@ def test_assembled_and_checked(live: Live, model: tuple[Path, Any]) -> None:
     assert facts["missing"] == [] and facts["size_bytes"] == 2048 and facts["split"] == "test"
     assert facts["ce_nats"] < 5.56  # ln 256 = 5.545, and something was learnt
     first, second = facts["blocks"]
-    assert first["round"] in (second["round"] - 1, -1)  # staggered
+    # Staggered: the last consensus before the other's. A slow host may have sat a round out.
+    assert -1 <= first["round"] < second["round"]
     assert len(first["signers"]) == 1 and len(second["signers"]) >= 1
     assert facts["traffic"]["by_purpose"]["assembly"]["received_bytes"] > 0
     manifest = json.loads((folder / "manifest.json").read_text())
@@ -107,8 +108,8 @@ def test_the_same_command_again_pulls_only_what_is_new(live: Live, model: tuple[
     pairs = zip(assembly["blocks"], facts["blocks"], strict=True)
     later = max(new["round"] - old["round"] for new, old in pairs)
     received, before = assembly["traffic"]["received_bytes"], facts["traffic"]["received_bytes"]
-    # On a slow machine more rounds may have passed since than there were before.
-    assert received < before or later > min(old["round"] for old in facts["blocks"])
+    # On a slow machine many rounds may have passed since, as many as there were before.
+    assert received < before or 2 * later > min(old["round"] for old in facts["blocks"])
 
 
 def test_watching_keeps_the_best_and_ends_cleanly(live: Live, tmp_path: Path) -> None:
