@@ -109,6 +109,7 @@ def shared_block(shape: LogicalShape, block: int, ways: Ways) -> TimedBlock:
     module.layers = nn.ModuleList(physical[i % len(physical)] for i in range(shape.layers))
     if module.relay_in is not None:
         weight = torch.eye(shape.width, dtype=torch.float16)
+        # Called like the Linear that a block declares, and never asked for anything else.
         module.relay_in = HalfLinear(weight, ways)  # type: ignore[assignment]
     _draw_rest(module, generator)
     return module.requires_grad_(False)

@@ -26,7 +26,8 @@ def lift_limits() -> None:
     limits.SWEEP_BUDGET_MAX_S = BUDGET_MAX_S
     from swarm.runfile import RunFile
 
-    # A run is there to be trained; the bounds are on its updates and on a worker's memory.
+    # A run is there to be trained; the bounds are on its updates and on a worker's memory. Here
+    # nothing is trained, and only this process, of the benchmark, goes without them.
     RunFile._check_size = lambda self: None  # type: ignore[method-assign]
 
 

@@ -390,7 +390,8 @@ class Network:
             payload = bytearray()
             digest = await channel.receive_payload(head, sink or payload.extend, expected)
         except BaseException:
-            kept.stream.abort()  # no await: this also runs while the task is being cancelled
+            # Also when cancelled: a half-read stream must not be kept. No await, for that reason.
+            kept.stream.abort()
             raise
         finally:
             self.ledger.book(channel.tally, peer_text(peer_id), purpose, block)

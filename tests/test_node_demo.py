@@ -27,7 +27,7 @@ def wait_for(condition: object, limit_s: float) -> bool:
     assert callable(condition)
     end_s = time.monotonic() + limit_s
     while not condition() and time.monotonic() < end_s:
-        time.sleep(0.1)
+        time.sleep(0.1)  # between two looks at a condition
     return bool(condition())
 
 
