@@ -223,6 +223,7 @@ def _facts(output: Output, written: bytes, prompt: bytes, mode: str) -> Facts:
         "mode": mode,
         "traversals": figures.traversals,
         "failures": figures.failures,
+        "troubles": figures.troubles,
         "seconds": figures.seconds,
         "first_s": figures.first_s,
         "score_nats": figures.score_nats,

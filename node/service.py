@@ -165,6 +165,7 @@ class Service:
         try:
             try:
                 head = await channel.receive_head()
+                channel.deadline = self._deadline()  # the wait for a question was not its sender's
                 request = messages.decode(head)
                 purpose, block = purpose_of(request)
                 if (busy := place.move_up()) is not None:

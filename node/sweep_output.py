@@ -12,7 +12,7 @@ import secrets
 import time
 from collections import Counter
 from collections.abc import AsyncIterator
-from dataclasses import dataclass
+from dataclasses import dataclass, field
 
 import torch
 
@@ -58,12 +58,16 @@ class Figures:
     """What an output cost, as the client sees it."""
 
     traversals: int = 0
-    failures: int = 0
+    troubles: list[str] = field(default_factory=list)  # why sweeps were asked for again
     seconds: float = 0.0
     first_s: float = 0.0  # until the first bytes were there
     score_nats: float = 0.0  # log-probability of the output, under the sampling if there is one
     missing: tuple[int, ...] = ()
     path: tuple[bytes, ...] = ()
+
+    @property
+    def failures(self) -> int:
+        return len(self.troubles)
 
 
 class Output:
@@ -205,7 +209,7 @@ class Output:
         if error.trouble == Trouble.BUSY:
             self.client.warn(f"{error.message}; waiting")
             return
-        self.figures.failures += 1
+        self.figures.troubles.append(error.message)
         # Of a lost session nobody hears: somebody was restarted, has newer weights, or forgot us.
         if error.trouble != Trouble.NO_SESSION:
             self.client.say(f"a sweep failed ({error.message}); trying another way")

@@ -44,6 +44,7 @@ class PeerStream:
         self._in = Channel(stream, Deadline.after(ANSWER_S))
         self._expected: deque[tuple[type[Message], asyncio.Future[Any]]] = deque()
         self._sending = asyncio.Lock()
+        self._frame: asyncio.Task[None] | None = None  # the one that is being sent
         self._reader = asyncio.create_task(self._read())
 
     @property
@@ -75,17 +76,10 @@ class PeerStream:
         except BaseException:
             self._assigned -= 1
             raise
-        try:
-            if self.lost.done():
-                raise self.lost.result()
-            self._expected.append((wanted, answer))
-            self._out.deadline = Deadline.after(seconds, seconds)
-            await messages.send(self._out, request, payload)
-        except BaseException as error:  # half of a frame may be out
-            self._end(error if isinstance(error, WireError) else Truncated("cut off"))
-            raise
-        finally:
-            self._sending.release()
+        # Whoever asks may be cancelled; half of a frame would end the stream for all the others.
+        self._frame = asyncio.create_task(self._send(request, payload, seconds, wanted, answer))
+        self._frame.add_done_callback(_heard)
+        await asyncio.shield(self._frame)
         try:
             async with asyncio.timeout(seconds):
                 return await answer
@@ -93,6 +87,27 @@ class PeerStream:
             late = Stalled("no answer in time")
             self._end(late)
             raise late from None
+
+    async def _send(
+        self,
+        request: Message,
+        payload: bytes,
+        seconds: float,
+        wanted: type[R],
+        answer: asyncio.Future[R],
+    ) -> None:
+        """A whole frame, with the turn to send held."""
+        try:
+            if self.lost.done():
+                raise self.lost.result()
+            self._expected.append((wanted, answer))
+            self._out.deadline = Deadline.after(seconds, seconds)
+            await messages.send(self._out, request, payload)
+        except WireError as error:
+            self._end(error)
+            raise
+        finally:
+            self._sending.release()
 
     async def _read(self) -> None:
         try:
@@ -146,7 +161,8 @@ class PeerStream:
     async def close(self) -> None:
         self._end(Truncated("closed"))
         self._reader.cancel()
-        await asyncio.gather(self._reader, return_exceptions=True)
+        ending = [self._reader, *([self._frame] if self._frame else [])]
+        await asyncio.gather(*ending, return_exceptions=True)
 
     def take_tally(self) -> Tally:
         """Bytes and frames since it was last asked for."""
@@ -159,6 +175,12 @@ class PeerStream:
             now.frames_in - old.frames_in,
             now.frames_out - old.frames_out,
         )
+
+
+def _heard(frame: asyncio.Task[None]) -> None:
+    """What went wrong has ended the stream; whoever asked may be gone."""
+    if not frame.cancelled():
+        frame.exception()
 
 
 class StreamPool:

@@ -3,21 +3,25 @@
 from __future__ import annotations
 
 import asyncio
-from collections.abc import Awaitable, Callable, Coroutine
+import contextlib
+import time
+from collections.abc import Awaitable, Callable, Coroutine, Iterator
 from typing import Any, TypeVar
 
 import pytest
+from memory_stream import stream_pair
 
 from node.gate import Gate
 from node.service import AGENT, Reply, Service, Status, serve_basics
 from protocol import frames, messages
-from protocol.frames import BytesLike, Channel, Chunks, Deadline, Stalled, content_digest
+from protocol.frames import Channel, Chunks, Deadline, content_digest
 from protocol.identity import generate
 from protocol.ledger import Ledger
 from protocol.limits import BLOCK_NONE, EXCHANGES_PER_STREAM
 from protocol.messages import ErrorCode, Message, Purpose, purpose_of
 from protocol.payloads import unpack_records
 from protocol.records import Record, Role, SignedRecord, seal
+from protocol.serving import SweepResult, SweepTaken
 
 T = TypeVar("T")
 RUN_FILE = b"blocks = 3\n"
@@ -25,48 +29,6 @@ RUN = content_digest(RUN_FILE)
 PEER = generate().peer_id
 UPDATE = messages.UpdateRequest(run=RUN, block=2, round=1, digest=RUN)
 Talk = Callable[[Channel], Awaitable[T]]
-
-
-class MemoryStream:
-    """One end of a pair; like p2pd, the end of one side is the end of both."""
-
-    def __init__(self) -> None:
-        self.queue: asyncio.Queue[bytes] = asyncio.Queue()
-        self.rest = b""
-        self.other: MemoryStream
-        self.ended = ""
-
-    async def read(self, max_bytes: int, timeout_s: float) -> bytes:
-        if not self.rest:
-            try:
-                async with asyncio.timeout(timeout_s):
-                    self.rest = await self.queue.get()
-            except TimeoutError:
-                raise Stalled("no byte moved in time") from None
-        if not self.rest:
-            self.queue.put_nowait(b"")
-        part, self.rest = self.rest[:max_bytes], self.rest[max_bytes:]
-        return part
-
-    async def write(self, data: BytesLike, timeout_s: float) -> None:
-        if self.ended or self.other.ended:
-            raise frames.Truncated("closed")
-        self.other.queue.put_nowait(bytes(data))
-        await asyncio.sleep(0)
-
-    async def close(self) -> None:
-        self.ended = self.ended or "closed"
-        self.other.queue.put_nowait(b"")
-
-    def abort(self) -> None:
-        self.ended = self.ended or "aborted"
-        self.other.queue.put_nowait(b"")
-
-
-def stream_pair() -> tuple[MemoryStream, MemoryStream]:
-    one, two = MemoryStream(), MemoryStream()
-    one.other, two.other = two, one
-    return one, two
 
 
 def run(main: Coroutine[Any, Any, T]) -> T:
@@ -207,6 +169,33 @@ def test_a_silent_peer_is_told_and_let_go() -> None:
         assert refused.value.code == ErrorCode.TOO_SLOW
 
     run(talk(basic_service(control_deadline_s=0.05)[0], conversation))
+
+
+def test_the_time_between_questions_is_not_the_next_one_s() -> None:
+    """A kept stream was silent for most of a deadline, and then a long payload follows."""
+    service, _ = basic_service(control_deadline_s=0.6)
+    taken: list[bytes] = []
+
+    async def take(request: Message, payload: bytes, _: bytes) -> Reply:
+        taken.append(payload)
+        return Reply(SweepTaken())
+
+    async def conversation(channel: Channel) -> None:
+        await asyncio.sleep(0.4)
+
+        def slowly() -> Iterator[bytes]:
+            for _ in range(4):
+                time.sleep(0.1)
+                yield b"x" * 1000
+
+        await messages.send(
+            channel, SweepResult(sweep=bytes(16), path=(PEER,), missing=()), Chunks(4000, slowly())
+        )
+        await messages.receive(channel, SweepTaken)
+
+    service.take(SweepResult, lambda *_: contextlib.nullcontext(), take)
+    run(talk(service, conversation))
+    assert taken == [b"x" * 4000]
 
 
 def test_a_payload_that_breaks_off_breaks_the_stream() -> None:

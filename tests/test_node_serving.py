@@ -104,7 +104,7 @@ def test_64_outputs_at_once_and_none_fails(tmp_path: Path, relay_model: Composed
             outputs = await asyncio.gather(*orders)
             assert all(len(text) == 6 for text, _ in outputs)
             assert all(f.missing == () for _, f in outputs), s.said
-            assert sum(f.failures for _, f in outputs) <= 2, s.said  # retries of a loaded machine
+            assert not any(f.troubles for _, f in outputs), [f.troubles for _, f in outputs]
             await idle(s)
 
     run(main())
@@ -313,7 +313,8 @@ def test_waiting_sessions_of_one_shape_go_together(
             await until(lambda: len(server._waiting) == 5)
             server._worker = asyncio.create_task(server._work())
             for n, (text, figures) in enumerate(await writing):
-                assert text == local(relay_model, bytes([n, n]), 9) and figures.missing == ()
+                assert text == local(relay_model, bytes([n, n]), 9)
+                assert figures.missing == () and not figures.troubles, figures.troubles
             assert sizes[0] == 5
 
     run(main())
