@@ -42,6 +42,7 @@ from swarm.runfile import DataRules, ExchangeRules, RoundSchedule, RunFile, sche
 
 SKIPPED = 77
 PERIOD_S = 5.0
+LEAVING_S = 5.0  # for the children of a host that has left in good order
 ORPHAN_S = 20.0  # p2pd ends by itself 10 s after its last client is gone
 SAMPLE_EVERY_S = 3.0
 MINUTES, QUICK_MINUTES = 5.0, 1.0
@@ -193,7 +194,7 @@ class Storm:
         for grave in [g for g in self.graves if g[0] <= now_s]:
             self.graves.remove(grave)
             for pid in storm_checks.alive(grave[2]):
-                self.orphans.append(f"{pid} of {grave[1]}")
+                self.orphans.append(f"{pid} of {grave[1]}: {storm_checks.words(pid)}")
 
     def weather(self, schedule: list[tuple[float, Callable[[], None]]], seconds: float) -> None:
         self.began_s = time.time()
@@ -261,12 +262,25 @@ def run(quick: bool) -> tuple[harness.Figures, harness.Rows]:
         storm.weather(schedule_of(storm, quick), minutes * 60)
         end_s = storm.finish()
         bed.stop_processes()
-        names = [host.name for host in bed.topology.hosts]
-        for name in names:
-            for pid in namespaces.pids(bed.namespace(name)):
-                storm.orphans.append(f"{pid} of {name} after the end")
+        storm.orphans += left_behind(bed)
         logs = {name: log.read(folder / f"{name}-0") for name, _ in swarm.commands}
         return judge(storm, logs, end_s, minutes)
+
+
+def left_behind(bed: Bed) -> list[str]:
+    """What still runs on the hosts, a while after all of them were told to leave."""
+    end_s = time.monotonic() + LEAVING_S
+    while True:
+        found = [
+            (pid, host.name)
+            for host in bed.topology.hosts
+            for pid in storm_checks.alive(namespaces.pids(bed.namespace(host.name)))
+        ]
+        if not found or time.monotonic() > end_s:
+            return [
+                f"{pid} of {name} after the end: {storm_checks.words(pid)}" for pid, name in found
+            ]
+        time.sleep(0.1)  # between two looks at the table of processes
 
 
 def judge(
@@ -309,7 +323,13 @@ def judge(
         for name, at, s in hangs
     ]
     rows += [
-        {"name": "disagreement", "block": block, "round": first, "rounds": length}
+        {
+            "name": "disagreement",
+            "block": block,
+            "round": first,
+            "rounds": length,
+            "stands": storm_checks.stands(in_storm, block, range(first - 1, first + length + 1)),
+        }
         for block, first, length in split
     ]
     rows += [{"name": "orphan", "process": words} for words in storm.orphans]

@@ -76,6 +76,18 @@ def disagreements(logs: Logs, apart: Sequence[range]) -> list[tuple[int, int, in
     return found
 
 
+def stands(logs: Logs, block: int, numbers: range) -> list[str]:
+    """Who stood where in these rounds of a block, to see why they disagreed."""
+    return [
+        f"{event['round']} {name}: {event['consensus'][:8]} of round {event['consensus_round']}, "
+        f"{event['outcome']}, agreed on {len(event['agreed'])}"
+        for number in numbers
+        for name, events in logs.items()
+        for event in rounds(events)
+        if event["block"] == block and event["round"] == number
+    ]
+
+
 def lost_rounds(logs: Logs) -> int:
     """The most rounds by which any host's consensus ever fell back from one round to the next."""
     lost = 0
@@ -183,6 +195,13 @@ def alive(pids: Iterable[int]) -> list[int]:
             if state not in "ZX":
                 out.append(pid)
     return out
+
+
+def words(pid: int) -> str:
+    """The beginning of a process's command line."""
+    with contextlib.suppress(OSError):
+        return Path(f"/proc/{pid}/cmdline").read_bytes().replace(b"\0", b" ").decode()[:120]
+    return "gone by now"
 
 
 def children_of(pid: int, kind: str) -> list[int]:

@@ -33,7 +33,7 @@ from node.stream_pool import Kept, StreamPool
 from node.transport import Caller, Transport
 from protocol import messages
 from protocol.errors import BlockswarmError, WireError
-from protocol.frames import Channel, Deadline, Sink, Stream, Truncated
+from protocol.frames import Channel, Deadline, Sink, Stalled, Stream, Truncated
 from protocol.identity import Identity, load_or_create, peer_from_text, peer_text
 from protocol.ledger import Ledger
 from protocol.limits import CONTROL_DEADLINE_S, RECORDS_PER_REPLY, STALL_S
@@ -357,7 +357,8 @@ class Network:
                 kept, peer_id, request, wanted, deadline, max_payload_bytes, expected, sink
             )
 
-        if again_soon and (kept := self._pool.take(peer_id)) is not None:
+        usable = again_soon and not self.transport.is_silent(peer_id)
+        if usable and (kept := self._pool.take(peer_id)) is not None:
             with suppress(Truncated):  # the peer let go of it while it was idle
                 answer = await once(kept)
                 await self._let_go(peer_id, kept)
@@ -384,14 +385,18 @@ class Network:
         """One question on a stream, which stays open unless it fails."""
         channel = Channel(self._paced(kept.stream), deadline)
         purpose, block = purpose_of(request)
+        asked_s = asyncio.get_running_loop().time()
         try:
             await messages.send(channel, request)
             message, head = await messages.receive(channel, wanted, max_payload_bytes)
             payload = bytearray()
             digest = await channel.receive_payload(head, sink or payload.extend, expected)
-        except BaseException:
+            self.transport.answered(peer_id)
+        except BaseException as error:
             # Also when cancelled: a half-read stream must not be kept. No await, for that reason.
             kept.stream.abort()
+            if isinstance(error, Stalled | asyncio.CancelledError) and not channel.tally.bytes_in:
+                self.transport.unanswered(peer_id, asked_s)
             raise
         finally:
             self.ledger.book(channel.tally, peer_text(peer_id), purpose, block)

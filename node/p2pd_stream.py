@@ -45,6 +45,8 @@ class P2pdStream(asyncio.Protocol):
         self._writable: asyncio.Future[None] | None = None
         self._closed: asyncio.Future[None] = self._loop.create_future()
         self.remote_address = ""
+        self.peer_id = b""  # who is at the other end, once that is known
+        self.heard_s = 0.0  # by the loop's clock
 
     # --- what the loop tells us -----------------------------------------------------------------
 
@@ -63,6 +65,7 @@ class P2pdStream(asyncio.Protocol):
     def data_received(self, data: bytes) -> None:
         self._chunks.append(data)
         self._buffered_bytes += len(data)
+        self.heard_s = self._loop.time()
         if self._buffered_bytes > READ_AHEAD_BYTES and not self._reading_paused:
             self._reading_paused = True
             assert self._transport is not None

@@ -31,6 +31,7 @@ from hivemind.utils.multiaddr import Multiaddr
 from node import addresses
 from node.gate import DaemonGone, Unreachable
 from node.p2pd_stream import CLOSE_S, P2pdStream
+from node.stale_line import QUIET_S, greets
 from protocol.errors import WireError
 from protocol.frames import STREAM_PROTOCOL, Deadline, Stalled, Truncated
 from protocol.identity import peer_from_text, peer_text
@@ -110,6 +111,7 @@ class Transport:
         self._streams: set[P2pdStream] = set()  # of both directions, until p2pd has let go
         self._closed = False
         self._met: dict[bytes, None] = {}  # peers that a stream was opened to, the latest last
+        self._silent: dict[bytes, float] = {}  # peers that answer nothing, and since when
 
     @property
     def incoming_streams(self) -> int:
@@ -144,7 +146,7 @@ class Transport:
             if len(self._tasks) > INCOMING_STREAMS:
                 return
             info = await _read_message(stream, p2pd_pb2.StreamInfo(), PREAMBLE_S)
-            stream.remote_address = _address_text(info.addr)
+            stream.remote_address, stream.peer_id = _address_text(info.addr), bytes(info.peer)
             await on_stream(stream, Caller(bytes(info.peer), stream.remote_address))
         except WireError:
             pass  # whoever serves has said what there was to say
@@ -157,6 +159,8 @@ class Transport:
         """A stream to a peer: over a connection that is there, else direct, else relayed."""
         protocol = protocol or STREAM_PROTOCOL
         ways = addresses.direct(known), addresses.relayed(known)
+        if peer_id in self._silent:
+            await self._renew_if_stale(peer_id, ways[0])
         if any(ways) and peer_id in self._met:
             try:  # the usual case: one question to the daemon instead of two
                 return await self._open(peer_id, protocol, min(OPEN_S, deadline.timeout_s()))
@@ -180,7 +184,29 @@ class Transport:
             stream.abort()
             raise
         stream.remote_address = _address_text(answer.streamInfo.addr)
+        stream.peer_id, stream.heard_s = peer_id, 0.0  # so far only our own daemon has spoken
         return stream
+
+    def unanswered(self, peer_id: bytes, since_s: float) -> None:
+        """A question that was asked then, by the loop's clock, was not answered at all."""
+        if len(self._silent) < PEERS_MET:
+            self._silent.setdefault(peer_id, since_s)
+
+    def answered(self, peer_id: bytes) -> None:
+        self._silent.pop(peer_id, None)
+
+    def is_silent(self, peer_id: bytes) -> bool:
+        return peer_id in self._silent
+
+    async def _renew_if_stale(self, peer_id: bytes, direct: list[str]) -> None:
+        """Let a stale connection go, so that the next stream gets a new one."""
+        heard = [stream.heard_s for stream in self._streams if stream.peer_id == peer_id]
+        last_s = max([self._silent[peer_id], *heard])
+        if asyncio.get_running_loop().time() - last_s > QUIET_S and await greets(direct):
+            self._silent.pop(peer_id, None)
+            self._met.pop(peer_id, None)
+            with contextlib.suppress(WireError):
+                await self.disconnect(peer_id)
 
     async def _connect_either(
         self, peer_id: bytes, direct: list[str], relayed: list[str], deadline: Deadline

@@ -2,24 +2,21 @@
 
 from __future__ import annotations
 
-import sys
+import os
 from dataclasses import replace
 from pathlib import Path
 from typing import Any
 
 import pytest
 
-ROOT = Path(__file__).resolve().parent.parent
-sys.path.insert(0, str(ROOT))  # the benchmarks are no installed package
-
-from benchmarks import storm, storm_checks, three_hosts  # noqa: E402
-from benchmarks import three_hosts_events as log  # noqa: E402
-from benchmarks.storm_checks import Excuse, Sample  # noqa: E402
-from benchmarks.three_hosts_swarm import SPARSE, expected_bytes, start_ce  # noqa: E402
-from benchmarks.wan import namespaces, topology  # noqa: E402
-from node.cli_operator import emit  # noqa: E402
-from node.data import load_corpus  # noqa: E402
-from swarm.runfile import parse  # noqa: E402
+from benchmarks import storm, storm_checks, three_hosts
+from benchmarks import three_hosts_events as log
+from benchmarks.storm_checks import Excuse, Sample
+from benchmarks.three_hosts_swarm import SPARSE, expected_bytes, start_ce
+from benchmarks.wan import namespaces, topology
+from node.cli_operator import emit
+from node.data import load_corpus
+from swarm.runfile import parse
 
 
 def _round(number: int, **changes: Any) -> log.Event:
@@ -180,6 +177,16 @@ def test_disagreement_may_last_three_rounds_and_a_partition() -> None:
     assert storm_checks.disagreements(logs(range(5, 9)), []) == [(0, 5, 4)]
     assert storm_checks.disagreements(logs(range(5, 12)), [range(5, 10)]) == []
     assert storm_checks.disagreements(logs(range(16, 20)), []) == [(0, 16, 4)]
+
+
+def test_a_disagreement_is_told_with_who_stood_where() -> None:
+    logs = {"a": [_round(4), _round(5)], "b": [_round(5, consensus="x", outcome="syncing")]}
+    first, second = storm_checks.stands(logs, 0, range(5, 7))
+    assert first.startswith("5 a: c5 of round 5, decided")
+    assert second.startswith("5 b: x of round 5, syncing")
+    assert (
+        "pytest" in storm_checks.words(os.getpid()) and storm_checks.words(2**30) == "gone by now"
+    )
 
 
 def test_lost_and_undecided_rounds() -> None:
