@@ -3,6 +3,8 @@
     sparse  three hosts with public addresses, two workers each on three blocks, so that every block
             has two replicas on different hosts; `blockswarm seed`, `join` and `assemble` only
     dense   the same run file but for its codec: fp32
+    full participation   the same bytes seen in longer rounds, with time for everybody: all of the
+            six workers are counted in every round, as in the paper's demo of that name
     ten     ten hosts as strangers have them: two behind NAT, one at a tenth of the speed, one
             whose line loses 5 % of its packets
     ten, none slow   the same, the slow host being an ordinary one: what it costs the others
@@ -92,6 +94,7 @@ def variants(quick: bool) -> list[Variant]:
     return [
         Variant("sparse", three, SPARSE, 66, 10, 10.0, shape, 250_000),
         Variant("dense", three, DENSE, 66, 10, 10.0, shape, 250_000),
+        Variant("full participation", three, SPARSE, 44, 15, 15.0, shape, 250_000),
         Variant("ten", ten, SPARSE, 40, 24, 10.0, small, 100_000),
         Variant("ten, none slow", ten, SPARSE, 40, 24, 10.0, small, 100_000, slow=False),
     ]
@@ -169,6 +172,9 @@ def figures(rows: harness.Rows) -> harness.Figures:
     if sparse:
         wanted = "ce_start ce_end gb_moved gb_per_nat ledger_error_percent included_percent"
         out |= {name: sparse[name] for name in wanted.split()}
+    if full := by_name.get("full participation"):
+        wanted = "ce_end gb_moved gb_per_nat included_percent"
+        out |= {f"{name}_full": full[name] for name in wanted.split()}
     if dense:
         wanted = "ce_end gb_moved gb_per_nat ledger_error_percent included_percent"
         out |= {f"{name}_dense": dense[name] for name in wanted.split()}
