@@ -79,7 +79,7 @@ def test_replicas_of_a_block_are_on_different_hosts() -> None:
 
 
 def test_the_control_differs_by_the_slow_host_alone() -> None:
-    ten, control = three_hosts.variants(quick=False)[2:]
+    ten, control = three_hosts.variants(quick=False)[3:]
     slow = topology.parse(ten.plan.topology.encode())
     even = topology.parse(control.plan.topology.encode())
     assert [h.name for h in slow.hosts if h != even.host(h.name)] == ["slow"]
