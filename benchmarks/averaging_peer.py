@@ -21,7 +21,7 @@ import signal
 import sys
 import time
 import warnings
-from collections.abc import Awaitable, Callable, Iterator
+from collections.abc import AsyncIterator, Awaitable, Callable, Iterator, Sequence
 from pathlib import Path
 from typing import Any
 
@@ -34,7 +34,7 @@ from protocol.records import Role
 from swarm import actions as act
 from swarm.deadline import DeadlineRules
 from swarm.fixed_point import to_float
-from swarm.flat import Floats
+from swarm.flat import Change, Floats
 from swarm.log import Entry
 from swarm.round_state import RoundRules
 from swarm.updates import UpdateCodec
@@ -44,6 +44,7 @@ with warnings.catch_warnings():
     from node.board import ReplicaBoard
     from node.daemon import DaemonSettings
     from node.exchange import ReplicaSettings
+    from node.memory import keep_freed_memory
     from node.network import Network, NetworkPeers, NetworkSettings
     from node.replica import Replica
     from node.replica_service import serve_replica
@@ -62,11 +63,13 @@ class GivenWeights:
         self.weights: Floats = np.zeros(size, dtype=np.float32)
         self.corrected = asyncio.Event()
 
-    async def snapshot(self) -> Floats:
-        return self.weights.copy()
+    @contextlib.asynccontextmanager
+    async def held(self) -> AsyncIterator[Floats]:
+        yield self.weights  # nothing trains: they change only when they are corrected
 
-    async def correct(self, change: Floats) -> None:
-        self.weights += change
+    async def correct(self, changes: Sequence[Change]) -> None:
+        for change in changes:
+            change.add_to(self.weights)
         self.corrected.set()
 
     async def replace(self, flat: Floats) -> None:
@@ -264,7 +267,8 @@ async def main(told: dict[str, Any]) -> None:
     settings = NetworkSettings(daemon, RUN_ID, RUN_FILE, tuple(told["join"]))
     async with Network(settings, lambda: Status(int(Role.REPLICA), 0)) as network:
         peer = Peer(network, told)
-        gc.freeze()  # as a host does
+        gc.freeze()  # these two as a host does
+        keep_freed_memory()
         print(json.dumps({"join": await network.invitations()}), flush=True)
         try:
             while line := await asyncio.to_thread(sys.stdin.readline):

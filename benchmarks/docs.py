@@ -8,6 +8,7 @@ from typing import Any
 from benchmarks import logical_shape_table, sweep_table, three_hosts_table
 from benchmarks.gb_per_nat import pareto
 from benchmarks.harness import RESULTS, ROOT
+from benchmarks.page import cell, plot_in
 
 PAGE = ROOT / "docs" / "benchmarks.md"
 PLOTS = ROOT / "docs" / "plots"
@@ -76,7 +77,7 @@ def plain_table(rows: list[dict[str, Any]]) -> list[str]:
             "| " + " | ".join(columns) + " |",
             "| " + " | ".join("---" for _ in columns) + " |",
         ]
-        lines += ["| " + " | ".join(_cell(row[c]) for c in columns) + " |" for row in group]
+        lines += ["| " + " | ".join(cell(row[c]) for c in columns) + " |" for row in group]
         lines.append("")
     return lines
 
@@ -100,8 +101,8 @@ def quality_table(rows: list[dict[str, Any]]) -> list[str]:
             "–".join(f"{s:g}" for s in row["sigma"]) if row["objective"] != "plain" else "",
             row["copies_age_steps"] if row["coupling"] in ("relay", "look_ahead") else "",
             f"{row['ce']:.4f}",
-            _cell(row.get("ce_newest_fitted", "")),
-            _cell(row.get(f"ce_{way}_mean", "")),
+            cell(row.get("ce_newest_fitted", "")),
+            cell(row.get(f"ce_{way}_mean", "")),
             " ".join(f"{ce:.3f}" for ce in blocks),
             row["training_cpu_s"],
         ]
@@ -111,26 +112,17 @@ def quality_table(rows: list[dict[str, Any]]) -> list[str]:
 
 def quality_plot(rows: list[dict[str, Any]]) -> list[str]:
     """CE over bytes seen, for the rows of the most common size."""
-    import matplotlib
-
-    matplotlib.use("Agg")
-    from matplotlib import pyplot as plt
-
-    PLOTS.mkdir(parents=True, exist_ok=True)
-    figure, axes = plt.subplots(figsize=(9, 5.5))
-    for row in rows:
-        seen = [point[0] / 1e6 for point in row["curve"]]
-        style = "--" if row["coupling"] == "end-to-end" else "-"
-        axes.plot(seen, [point[1] for point in row["curve"]], style, label=row["name"], lw=1)
-    axes.set_xlabel("MB seen by a block")
-    axes.set_ylabel("honest CE, nats per byte (16 kB of valid)")
-    axes.set_ylim(top=2.6)
-    axes.legend(fontsize=6, ncol=2)
-    axes.grid(alpha=0.3)
     path = PLOTS / "quality.png"
-    figure.tight_layout()
-    figure.savefig(path, dpi=110)
-    plt.close(figure)
+    with plot_in(path, size=(9, 5.5)) as axes:
+        for row in rows:
+            seen = [point[0] / 1e6 for point in row["curve"]]
+            style = "--" if row["coupling"] == "end-to-end" else "-"
+            axes.plot(seen, [point[1] for point in row["curve"]], style, label=row["name"], lw=1)
+        axes.set_xlabel("MB seen by a block")
+        axes.set_ylabel("honest CE, nats per byte (16 kB of valid)")
+        axes.set_ylim(top=2.6)
+        axes.legend(fontsize=6, ncol=2)
+        axes.grid(alpha=0.3)
     return ["", f"![CE over bytes seen]({path.relative_to(PAGE.parent)})"]
 
 
@@ -159,32 +151,19 @@ def exchange_table(rows: list[dict[str, Any]]) -> list[str]:
 
 def exchange_plot(rows: list[dict[str, Any]]) -> list[str]:
     """CE over bytes moved, updates alone and everything, for seed 0."""
-    import matplotlib
-
-    matplotlib.use("Agg")
-    from matplotlib import pyplot as plt
-
-    PLOTS.mkdir(parents=True, exist_ok=True)
-    figure, both = plt.subplots(1, 2, figsize=(11, 5), sharey=True)
-    for place, (axes, what) in enumerate(zip(both, ("updates", "everything"), strict=True)):
-        for row in rows:
-            points = [(p[place] / 1e9, p[2]) for p in row["curve"] if p[place] > 0]
-            if row["seed"] == 0 and points:
-                axes.plot(*zip(*points, strict=True), ".-", label=row["name"], lw=1)
-        axes.set_xscale("log")
-        axes.set_xlabel(f"GB moved by all hosts: {what}")
-        axes.grid(alpha=0.3)
-    both[0].set_ylabel("honest CE, nats per byte (16 kB of valid)")
-    both[1].legend(fontsize=7)
     path = PLOTS / "gb_per_nat.png"
-    figure.tight_layout()
-    figure.savefig(path, dpi=110)
-    plt.close(figure)
+    with plot_in(path, 1, 2, size=(11, 5), sharey=True) as both:
+        for place, (axes, what) in enumerate(zip(both, ("updates", "everything"), strict=True)):
+            for row in rows:
+                points = [(p[place] / 1e9, p[2]) for p in row["curve"] if p[place] > 0]
+                if row["seed"] == 0 and points:
+                    axes.plot(*zip(*points, strict=True), ".-", label=row["name"], lw=1)
+            axes.set_xscale("log")
+            axes.set_xlabel(f"GB moved by all hosts: {what}")
+            axes.grid(alpha=0.3)
+        both[0].set_ylabel("honest CE, nats per byte (16 kB of valid)")
+        both[1].legend(fontsize=7)
     return ["", f"![CE over GB moved]({path.relative_to(PAGE.parent)})"]
-
-
-def _cell(value: Any) -> str:
-    return f"{value:.4g}" if isinstance(value, float) else str(value)
 
 
 if __name__ == "__main__":

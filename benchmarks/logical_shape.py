@@ -12,7 +12,6 @@ from __future__ import annotations
 
 import json
 import statistics
-import sys
 import tempfile
 from collections.abc import Sequence
 from dataclasses import asdict, dataclass
@@ -26,10 +25,9 @@ from benchmarks.harness import Figures, Rows
 from benchmarks.logical_shape_bed import HOPS, LINE_MBIT, RTT_MS, Written, logical_bed
 from benchmarks.logical_shape_matmul import Ways, fastest_ways
 from benchmarks.logical_shape_model import BYTES_PER_PARAMETER, SHAPES
-from benchmarks.wan.namespaces import NoRights, check_rights
+from benchmarks.wan.namespaces import check_rights, or_skipped
 
 PROMPT = b"The seeds of the"
-SKIPPED = 77
 
 
 @dataclass(frozen=True)
@@ -210,11 +208,8 @@ def figures(rows: Rows) -> Figures:
 def main() -> None:
     options = harness.parse("logical_shape")
     variants = QUICK if options.quick else FULL
-    try:
+    with or_skipped():
         check_rights()
-    except NoRights as error:
-        print(f"skipped: {error.message}\n  try: {error.hint}", file=sys.stderr)
-        sys.exit(SKIPPED)
     minutes = sum(variant.minutes for variant in variants if options.only in variant.name)
     print(f"logical_shape: about {minutes:.0f} minutes for all rows", flush=True)
     facts = {

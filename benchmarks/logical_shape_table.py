@@ -5,6 +5,8 @@ from __future__ import annotations
 from pathlib import Path
 from typing import Any
 
+from benchmarks.page import plot_in
+
 Row = dict[str, Any]
 
 HEADS = (
@@ -71,29 +73,24 @@ def _seconds(row: Row, prefix: str) -> str:
 
 def plot(rows: list[Row], path: Path) -> None:
     """Seconds of an output over the parameters; what was extrapolated is hollow."""
-    import matplotlib
-
-    matplotlib.use("Agg")
-    from matplotlib import pyplot as plt
-
-    figure, axes = plt.subplots(figsize=(7, 4.5))
-    for prefix, label in (("ar_", "autoregressive"), ("draft_", "drafted sweep"), ("", "denoise")):
-        points = [(row["parameters"], row[f"{prefix}seconds"]) for row in rows]
-        [line] = axes.plot(*zip(*points, strict=True), "o-", label=label)
-        hollow = [
-            p for p, row in zip(points, rows, strict=True) if row.get(f"{prefix}extrapolated")
-        ]
-        for point in hollow:
-            axes.plot(*point, "o", mec=line.get_color(), mfc="white")
-    waiting = [(row["parameters"], row["wan_s"]) for row in rows]
-    axes.plot(*zip(*waiting, strict=True), ":", color="gray", label="denoise, WAN part")
-    axes.set_xscale("log")
-    axes.set_yscale("log")
-    axes.set_xlabel("logical parameters (hollow: extrapolated)")
-    axes.set_ylabel("seconds per output")
-    axes.legend(fontsize=8)
-    axes.grid(alpha=0.3)
-    path.parent.mkdir(parents=True, exist_ok=True)
-    figure.tight_layout()
-    figure.savefig(path, dpi=110)
-    plt.close(figure)
+    with plot_in(path) as axes:
+        for prefix, label in (
+            ("ar_", "autoregressive"),
+            ("draft_", "drafted sweep"),
+            ("", "denoise"),
+        ):
+            points = [(row["parameters"], row[f"{prefix}seconds"]) for row in rows]
+            [line] = axes.plot(*zip(*points, strict=True), "o-", label=label)
+            hollow = [
+                p for p, row in zip(points, rows, strict=True) if row.get(f"{prefix}extrapolated")
+            ]
+            for point in hollow:
+                axes.plot(*point, "o", mec=line.get_color(), mfc="white")
+        waiting = [(row["parameters"], row["wan_s"]) for row in rows]
+        axes.plot(*zip(*waiting, strict=True), ":", color="gray", label="denoise, WAN part")
+        axes.set_xscale("log")
+        axes.set_yscale("log")
+        axes.set_xlabel("logical parameters (hollow: extrapolated)")
+        axes.set_ylabel("seconds per output")
+        axes.legend(fontsize=8)
+        axes.grid(alpha=0.3)

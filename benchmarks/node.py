@@ -143,7 +143,7 @@ async def measure_host(host: Any, seconds: float) -> dict[str, Any]:
     trainer.on_progress = on_progress
     began_s, before = time.monotonic(), host.work.replica.state.log.head.round
     probing = asyncio.create_task(probe.run())
-    await asyncio.sleep(seconds)
+    await asyncio.sleep(seconds)  # what is measured is what happens meanwhile
     probing.cancel()
     late_ms = sorted(1000 * late for late in probe.late_s)
     return {
@@ -170,7 +170,7 @@ async def until(condition: Any, running: asyncio.Task[None]) -> None:
         while not condition():
             if running.done():
                 running.result()
-            await asyncio.sleep(0.05)
+            await asyncio.sleep(0.05)  # between two looks
 
 
 async def lone_trainer(told: dict[str, Any]) -> None:
@@ -180,9 +180,9 @@ async def lone_trainer(told: dict[str, Any]) -> None:
     trainer = Trainer(trainer_settings(text, told["block"]), steps.hear, lambda: None)
     await trainer.start()
     await trainer.begin_round(0, 10**9)
-    await asyncio.sleep(told["warm_s"])
+    await asyncio.sleep(told["warm_s"])  # the first steps are slower
     began_s = time.monotonic()
-    await asyncio.sleep(told["seconds"])
+    await asyncio.sleep(told["seconds"])  # its steps meanwhile are counted
     answer({"steps_per_s": steps.per_s(began_s)})
     await trainer.stop()
 

@@ -40,7 +40,6 @@ from node.demo import descendants
 from swarm.run import ModelShape, Run, Training
 from swarm.runfile import DataRules, ExchangeRules, RoundSchedule, RunFile, scheduled_steps
 
-SKIPPED = 77
 PERIOD_S = 5.0
 LEAVING_S = 5.0  # for the children of a host that has left in good order
 ORPHAN_S = 20.0  # p2pd ends by itself 10 s after its last client is gone
@@ -361,11 +360,8 @@ def _say(line: str) -> None:
 
 
 def main() -> None:
-    try:
+    with namespaces.or_skipped():
         namespaces.check_rights()
-    except namespaces.NoRights as error:
-        print(f"skipped: {error.message}\n  try: {error.hint}", file=sys.stderr)
-        sys.exit(SKIPPED)
     namespaces.clean_stale()
     harness.main("storm", run, seeds=[0])
 

@@ -10,7 +10,6 @@ of every batch trained the mode `denoise` (`denoise_share`), so that one model s
 from __future__ import annotations
 
 import statistics
-import sys
 import tempfile
 import time
 from collections.abc import Sequence
@@ -35,7 +34,7 @@ from benchmarks.sweep_modes import (
     lacks,
     troubles,
 )
-from benchmarks.wan.namespaces import BedFailed, NoRights
+from benchmarks.wan.namespaces import BedFailed, or_skipped
 from swarm import denoise
 from swarm.generate import Sampling, generate
 from swarm.sweep import DraftOrder, Passage, draft, finish, score
@@ -319,11 +318,8 @@ def figures(rows: Rows) -> Figures:
 def main() -> None:
     options = harness.parse("sweep")
     wanted = recipe(options.quick)
-    try:
+    with or_skipped():
         figures_, rows = run(options.quick)
-    except NoRights as error:
-        print(f"skipped: {error.message}\n  try: {error.hint}", file=sys.stderr)
-        sys.exit(77)
     corpus = judges(wanted).corpus
     size = parameters(judges(wanted).model)
     data = {"source": corpus.source, "sha256": corpus.sha256}

@@ -5,6 +5,8 @@ from __future__ import annotations
 from pathlib import Path
 from typing import Any
 
+from benchmarks.page import cell, plot_in
+
 Row = dict[str, Any]
 
 TABLES = {
@@ -39,33 +41,20 @@ def tables(rows: list[Row]) -> list[str]:
         lines.append("| " + " | ".join("---" for _ in columns) + " |")
         for row in rows:
             if row["kind"] == kind:
-                cells = (_cell(row.get(column, "")) for column in columns)
+                cells = (cell(row.get(column, "")) for column in columns)
                 lines.append("| " + " | ".join(cells) + " |")
     return lines
 
 
-def _cell(value: Any) -> str:
-    return f"{value:.4g}" if isinstance(value, float) else str(value)
-
-
 def plot(rows: list[Row], path: Path) -> None:
     """Seconds per output over the round-trip time, one line a mode."""
-    import matplotlib
-
-    matplotlib.use("Agg")
-    from matplotlib import pyplot as plt
-
     timed = [row for row in rows if row["kind"] == "time"]
-    figure, axes = plt.subplots(figsize=(7, 4.5))
-    for mode in dict.fromkeys(row["mode"] for row in timed):
-        own = [row for row in timed if row["mode"] == mode]
-        axes.plot([r["rtt_ms"] for r in own], [r["seconds"] for r in own], "o-", label=mode)
-    axes.set_xlabel("round-trip time between any two hosts, ms")
-    axes.set_ylabel("seconds per output")
-    axes.set_yscale("log")
-    axes.legend(fontsize=8)
-    axes.grid(alpha=0.3)
-    path.parent.mkdir(parents=True, exist_ok=True)
-    figure.tight_layout()
-    figure.savefig(path, dpi=110)
-    plt.close(figure)
+    with plot_in(path) as axes:
+        for mode in dict.fromkeys(row["mode"] for row in timed):
+            own = [row for row in timed if row["mode"] == mode]
+            axes.plot([r["rtt_ms"] for r in own], [r["seconds"] for r in own], "o-", label=mode)
+        axes.set_xlabel("round-trip time between any two hosts, ms")
+        axes.set_ylabel("seconds per output")
+        axes.set_yscale("log")
+        axes.legend(fontsize=8)
+        axes.grid(alpha=0.3)

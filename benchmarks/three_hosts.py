@@ -18,7 +18,6 @@ beside it. docs/three-hosts.md says how to repeat it on rented machines.
 from __future__ import annotations
 
 import json
-import sys
 from dataclasses import asdict, dataclass
 from typing import Any
 
@@ -41,7 +40,6 @@ from protocol.errors import BlockswarmError
 from swarm.run import ModelShape
 
 TARGET_CE = 1.811  # where the paper's three-host run ended
-SKIPPED = 77
 NAT, SLOW = ("nat1", "nat2"), "slow"
 SIX, TEN = 6, 10
 QUICK_ROUNDS = 5
@@ -193,11 +191,8 @@ def figures(rows: harness.Rows) -> harness.Figures:
 
 def main() -> None:
     options = harness.parse("three_hosts")
-    try:
+    with namespaces.or_skipped():
         namespaces.check_rights()
-    except namespaces.NoRights as error:
-        print(f"skipped: {error.message}\n  try: {error.hint}", file=sys.stderr)
-        sys.exit(SKIPPED)
     namespaces.clean_stale()
     corpus = benchmark_corpus()
     facts = {

@@ -5,6 +5,8 @@ from __future__ import annotations
 from pathlib import Path
 from typing import Any
 
+from benchmarks.page import cell, plot_in
+
 Row = dict[str, Any]
 
 COLUMNS = (
@@ -38,32 +40,19 @@ def tables(rows: list[Row]) -> list[str]:
 def _table(rows: list[Row], columns: list[str]) -> list[str]:
     lines = ["", "| " + " | ".join(columns) + " |", "| " + " --- |" * len(columns)]
     for row in rows:
-        lines.append("| " + " | ".join(_cell(row.get(column, "")) for column in columns) + " |")
+        lines.append("| " + " | ".join(cell(row.get(column, "")) for column in columns) + " |")
     return lines
-
-
-def _cell(value: Any) -> str:
-    return f"{value:.4g}" if isinstance(value, float) else str(value)
 
 
 def plot(rows: list[Row], path: Path) -> None:
     """The last block's CE over the bytes that frames took."""
-    import matplotlib
-
-    matplotlib.use("Agg")
-    from matplotlib import pyplot as plt
-
-    figure, axes = plt.subplots(figsize=(7, 4.5))
-    for row in rows:
-        points = [(gb, ce) for _, gb, ce in row["curve"] if gb > 0]
-        if points:
-            axes.plot(*zip(*points, strict=True), ".-", label=row["name"], lw=1)
-    axes.set_xscale("log")
-    axes.set_xlabel("GB in frames, all hosts")
-    axes.set_ylabel("CE of the last block's consensus, nats per byte")
-    axes.grid(alpha=0.3)
-    axes.legend(fontsize=8)
-    path.parent.mkdir(parents=True, exist_ok=True)
-    figure.tight_layout()
-    figure.savefig(path, dpi=110)
-    plt.close(figure)
+    with plot_in(path) as axes:
+        for row in rows:
+            points = [(gb, ce) for _, gb, ce in row["curve"] if gb > 0]
+            if points:
+                axes.plot(*zip(*points, strict=True), ".-", label=row["name"], lw=1)
+        axes.set_xscale("log")
+        axes.set_xlabel("GB in frames, all hosts")
+        axes.set_ylabel("CE of the last block's consensus, nats per byte")
+        axes.grid(alpha=0.3)
+        axes.legend(fontsize=8)

@@ -11,7 +11,7 @@ from __future__ import annotations
 import asyncio
 import logging
 import time
-from collections.abc import Awaitable, Callable, Mapping, Sequence
+from collections.abc import Callable, Mapping, Sequence
 from contextlib import suppress
 from dataclasses import dataclass
 from typing import Protocol
@@ -33,6 +33,7 @@ from node.running_weights import Moment
 from node.saving import Saver
 from node.serve_trained import TrainedServer
 from node.take_over import copy_of_lost_block
+from node.tasks import BackgroundTasks
 from node.trainer import TrainerError
 from node.trainer_process import TrainerSettings
 from node.training import Training
@@ -94,7 +95,8 @@ class BlockWork:
         self.run_spec = premises.run_file.run
         self.writer, self.saver, self.served = premises.writer, premises.saver, premises.served
         self.network, self.say, self.now_s = premises.network, premises.say, premises.now_s
-        self._tasks: set[asyncio.Task[None]] = set()
+        # A lost trainer is for `training` to see to, and no failure of the task that met it.
+        self._tasks = BackgroundTasks(_log, "a task of the host failed", (TrainerError,))
         self.peers = NetworkPeers(self.network)
         self.training = self._new_training()
         exchange = self.run_file.exchange
@@ -210,10 +212,7 @@ class BlockWork:
 
     async def _end(self, loops: Sequence[asyncio.Task[None]]) -> None:
         """Stop hearing, save, stop the training."""
-        others = [*loops[1:], *self._tasks]
-        for task in others:
-            task.cancel()
-        await asyncio.gather(*others, return_exceptions=True)
+        await self._tasks.cancel(*loops[1:])
         if loops:
             # The queue of the weights is still at work: save through it.
             with suppress(BlockswarmError, TimeoutError):
@@ -240,7 +239,12 @@ class BlockWork:
             self.run_file.data.sha256,
         )
         return Training(
-            trainer, self.run_file, self.writer.measured, self.premises.note, self.say, self._spawn
+            trainer,
+            self.run_file,
+            self.writer.measured,
+            self.premises.note,
+            self.say,
+            self._tasks.spawn,
         )
 
     def weights_lost(self, why: str) -> None:
@@ -281,7 +285,7 @@ class BlockWork:
     def stepped(self, entry: Entry) -> None:
         self._offer(entry.round)
         self.saver.due.set()
-        self._spawn(self._evaluate(entry.round))
+        self._tasks.spawn(self._evaluate(entry.round))
 
     def moved(self, move: act.MoveTo, before: bytes) -> None:
         number = self.replica.state.round
@@ -343,16 +347,3 @@ class BlockWork:
                 await self.board.look_up()
             often_s, seldom_s = min(period_s / 2, 15.0), min(3 * period_s, 60.0)
             await asyncio.sleep(seldom_s if self.board.has_company else often_s)
-
-    # Tasks.
-
-    def _spawn(self, work: Awaitable[None]) -> None:
-        task = asyncio.ensure_future(work)
-        self._tasks.add(task)
-        task.add_done_callback(self._finished)
-
-    def _finished(self, task: asyncio.Task[None]) -> None:
-        self._tasks.discard(task)
-        error = None if task.cancelled() else task.exception()
-        if error is not None and not isinstance(error, TrainerError):  # `training` is at it
-            _log.error("a task of the host failed", exc_info=error)

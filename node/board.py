@@ -18,6 +18,7 @@ from node.network import Network
 from protocol import messages
 from protocol.errors import WireError
 from protocol.identity import peer_text
+from protocol.limits import PEER_ID_BYTES
 from protocol.payloads import announce_of, unpack_records
 from protocol.records import Record, SignedRecord, verify
 from swarm import actions as act
@@ -121,9 +122,16 @@ class ReplicaBoard:
                 peer_text(peer), announce_of(own), messages.AnnounceReply, self.show_s
             )
             for claim in unpack_records(payload):
-                self.hear(verify(*claim, time.time()))
+                if not self._holds(claim):
+                    self.hear(verify(*claim, time.time()))
         except WireError:
             return  # it is late or gone; the round does not wait for it
+
+    def _holds(self, claim: tuple[bytes, bytes, bytes, float]) -> bool:
+        """Whether this very record is here, verified: each answer has mostly such ones."""
+        _, subkey, value, expiration_s = claim
+        known = self._met.get(subkey[-PEER_ID_BYTES:])
+        return known is not None and (known.value, known.expiration_s) == (value, expiration_s)
 
     def hear(self, signed: SignedRecord) -> None:
         """A verified record, from wherever. Of other runs and blocks, and older: left aside."""

@@ -1,9 +1,9 @@
-"""The canary, live: the consensus measured on held-out text, and senders tested after a jump.
+"""The canary, live: the consensus measured on held-out text, and senders tested now and then.
 
 Decides when to measure and what is handed to `swarm.trust.Canary`, which decides what it means. The
 verdict is an event of the round like any other; whom it excludes is left out by our votes. All of
 it together takes at most a fixed share of the training process's time: after a measurement, or
-after up to 17 of them in an alarm, the canary rests so many times as long.
+after up to 18 of them in an alarm or an audit, the canary rests so many times as long.
 """
 
 from __future__ import annotations
@@ -12,7 +12,7 @@ import asyncio
 import logging
 import time
 from collections import Counter
-from collections.abc import Awaitable, Callable, Sequence
+from collections.abc import Awaitable, Callable, Collection, Mapping, Sequence
 
 import numpy as np
 
@@ -31,6 +31,9 @@ _log = logging.getLogger(__name__)
 TIME_SHARE = 25  # at most one part in so many of the time goes into measuring
 
 Evaluate = Callable[[Floats], Awaitable[float]]
+# Which of the heads that we can still make; (loss then, loss with each sender's part, ourselves).
+Chosen = Callable[[Collection[bytes]], bytes | None]
+Blamed = Callable[[float, Mapping[str, float], str], list[str]]
 
 
 class CanaryWatch:
@@ -68,17 +71,23 @@ class CanaryWatch:
         head = log.head.digest
         loss_nats = await self.evaluate(to_float(consensus.weights))
         self.canary, alarm = self.canary.with_loss(head, loss_nats)
+        harmful: list[str] = []
         if alarm:
-            harmful = await self._test(log, consensus)
+            harmful = await self._tested(log, consensus, self.canary.best, self.canary.harmful)
             _log.info("CE of the consensus jumped to %.3f: %s", loss_nats, harmful or "nobody")
             self.canary = self.canary.accepting(head, loss_nats)
-            if harmful:
-                number = self.replica.state.round
-                self.replica.hear(act.CanaryVerdict(number, tuple(harmful)))
+        elif self.canary.audit_due:
+            harmful = await self._tested(log, consensus, self.canary.oldest, self.canary.undoing)
+            self.canary = self.canary.audited()
+        if harmful:
+            number = self.replica.state.round
+            self.replica.hear(act.CanaryVerdict(number, tuple(harmful)))
         return loss_nats
 
-    async def _test(self, log: ConsensusLog, consensus: Consensus) -> list[str]:
-        """Who made it worse since it was best: each sender's part alone, on top of that."""
+    async def _tested(
+        self, log: ConsensusLog, consensus: Consensus, chosen: Chosen, blamed: Blamed
+    ) -> list[str]:
+        """Who is to blame: each sender's part alone, on top of an earlier consensus."""
         after: list[Entry] = []  # newest first
         reachable = {log.head.digest: tuple(after)}
         for entry in reversed(log.entries):
@@ -86,18 +95,19 @@ class CanaryWatch:
                 break
             after.append(entry)
             reachable[entry.parent] = tuple(after)
-        since = self.canary.since(reachable)
-        if since is None:
+        head = chosen(reachable)
+        if head is None:
             return []
-        head, before_nats = since
         undone = reachable[head]
         base = consensus.before(undone)
         assert base is not None
+        # Measured again: the copies of other blocks that ours reads have changed since then.
+        before_nats = await self.evaluate((base * 2.0**-QUANTUM_BITS).astype(np.float32))
         losses: dict[str, float] = {}
         for sender in self._suspects(undone):
             flat = await asyncio.to_thread(_with_part, base, undone, consensus, sender)
             losses[sender] = await self.evaluate(flat)
-        return self.canary.harmful(before_nats, losses, self.replica.me)
+        return blamed(before_nats, losses, self.replica.me)
 
     def _suspects(self, entries: Sequence[Entry]) -> list[str]:
         """Ourselves first, then those who contributed most; at most a group."""

@@ -23,6 +23,7 @@ from node.follow import Follower
 from node.host_events import EventWriter
 from node.host_settings import HostSettings
 from node.host_state import HostState
+from node.memory import keep_freed_memory
 from node.network import Network
 from node.peer_clock import PeerClock
 from node.saving import Saver
@@ -104,6 +105,7 @@ class Host:
             # What is imported by now (torch, hivemind) stays: a full collection that looks through
             # it all holds the event loop for 115 ms, in the middle of somebody's round.
             gc.freeze()
+            keep_freed_memory()
             self.block = saved.block if saved else await self._choose_block()
             followers: Mapping[int, Follower] = {}
             while True:

@@ -30,7 +30,7 @@ from protocol.messages import Purpose
 from protocol.payloads import SignedVote, seal_vote
 from swarm import actions as act
 from swarm.aggregate import aggregate, clip_scale, norm_limit
-from swarm.feedback import only_ours
+from swarm.feedback import Unsent, only_ours
 from swarm.fixed_point import (
     SCALE_ONE,
     FixedUpdate,
@@ -52,6 +52,7 @@ from swarm.votes import UpdateRef, Vote
 _log = logging.getLogger(__name__)
 
 EVENTS_WAITING = 4096  # what strangers may make us remember to hear
+PREPARE_S = 0.5  # after our own step, before we prepare for the next one
 OTHERS_S = 2.0  # after our own step, before we do what is not urgent
 ASK_SHARE = 3  # one question of a catch-up may take a third of its time
 
@@ -131,7 +132,7 @@ class Replica:
         self.exchange = Exchange(settings, identity, peers, run_time_s, self.hear)
         self.muted = False  # over its budget: it hears and trains, and moves no bulk
         self._computed: dict[bytes, _Computed] = {}
-        self._trend: Trend | None = None
+        self._trend, self._trend_lock = Trend(), asyncio.Lock()
         self._decided = asyncio.Event()  # the exchange of this round has led to a step
         self._prepared: _Prepared | None = None
         self._heard: dict[str, int] = {}  # the others of this block -> last heard in this round
@@ -170,18 +171,22 @@ class Replica:
         """Take part until cancelled. The tasks are ours but for `running.queue`'s."""
         try:
             while True:
-                now = self.run_time_s()
-                wait = next_wakeup_s(self.state, now) - now
-                try:
-                    async with asyncio.timeout(max(wait, 0.001)):
-                        event: act.Event = await self._events.get()
-                except TimeoutError:
-                    event = act.Tick()
-                self._take(event)
+                self._take(await self._next_event())
         finally:
             for task in [*self._tasks]:
                 task.cancel()
             await asyncio.gather(*self._tasks, return_exceptions=True)
+
+    async def _next_event(self) -> act.Event:
+        with contextlib.suppress(asyncio.QueueEmpty):
+            return self._events.get_nowait()  # mostly there are several: no timer for each
+        now = self.run_time_s()
+        wait = next_wakeup_s(self.state, now) - now
+        try:
+            async with asyncio.timeout(max(wait, 0.001)):
+                return await self._events.get()
+        except TimeoutError:
+            return act.Tick()
 
     def _take(self, event: act.Event) -> None:
         """One event: the round decides, and what it decides is carried out."""
@@ -324,7 +329,7 @@ class Replica:
     def _make_update(self, action: act.MakeUpdate) -> None:
         log = self.state.log
 
-        async def use(rest: Floats) -> tuple[UpdateRef, OwnUpdate]:
+        async def use(rest: Unsent) -> tuple[UpdateRef, OwnUpdate]:
             payload, update = await asyncio.to_thread(self.encode, rest, log, action.round)
             ref = UpdateRef(update_digest(payload), self.me)
             self.exchange.keep(Held(ref, action.round, payload, update))
@@ -333,14 +338,14 @@ class Replica:
 
         self.running.make_update(self.consensus, action.in_flight, use)
 
-    def encode(self, rest: Floats, log: ConsensusLog, number: int) -> tuple[bytes, FixedUpdate]:
+    def encode(self, rest: Unsent, log: ConsensusLog, number: int) -> tuple[bytes, FixedUpdate]:
         """Our update as it is sent, and as all decode it; no longer than what others take."""
         codec, block, me = self.settings.codec, self.settings.block, self.identity.peer_id
         payload, update = codec.encode(rest, block, number, me)
         limit = norm_limit(log.recent_norms())
         scale = SCALE_ONE if limit is None else clip_scale(norm(update), limit)
         if scale < SCALE_ONE:  # the rest follows in the next rounds
-            shorter = rest * np.float32(scale / SCALE_ONE)
+            shorter = rest.times(scale / SCALE_ONE)
             payload, update = codec.encode(shorter, block, number, me)
         return payload, update
 
@@ -369,7 +374,7 @@ class Replica:
         found = {h.ref.digest: h for h in held if h is not None}
         updates = [found[ref.digest].update for ref in action.refs]
         weights, steps = consensus.weights, consensus.recent_steps(log)
-        trend, self._trend = self._trend or Trend(), None  # ours alone until the step is computed
+        trend = self._trend
 
         def compute() -> _Computed:
             trend.follow(steps, weights)
@@ -398,8 +403,8 @@ class Replica:
                 entry, new, made, [found[c.digest].payload for c in parts if c.scale > 0]
             )
 
-        computed = await asyncio.to_thread(compute)
-        self._trend = trend
+        async with self._trend_lock:
+            computed = await asyncio.to_thread(compute)
         self._computed[computed.entry.digest] = computed
         self.hear(act.StepReady(computed.entry))
 
@@ -409,7 +414,17 @@ class Replica:
         self.consensus.prune(self.state.log)
         self.listener.stepped(entry)
         self._decided.set()
+        self._spawn(self._prepare_trend())
         return computed.step
+
+    async def _prepare_trend(self) -> None:
+        """What the next round needs of the past, when this one is over for the others as well. If
+        that round comes sooner it does so by itself."""
+        await asyncio.sleep(PREPARE_S)
+        log, consensus = self.state.log, self.consensus
+        async with self._trend_lock:
+            steps, weights = consensus.recent_steps(log), consensus.weights
+            await asyncio.to_thread(self._trend.follow, steps, weights)
 
     async def _fetch(self, action: act.FetchConsensus) -> None:
         """Get the chain to another head and all that the move needs, prove it, then say so."""

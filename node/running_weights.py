@@ -11,6 +11,7 @@ from __future__ import annotations
 
 import asyncio
 from collections.abc import Awaitable, Callable, Sequence
+from contextlib import AbstractAsyncContextManager
 from dataclasses import dataclass
 from typing import Protocol
 
@@ -20,9 +21,10 @@ from node.consensus import Consensus
 from node.own_updates import OwnUpdate, OwnUpdates
 from node.trainer import TrainerError
 from node.weights_queue import WeightsQueue
-from swarm.feedback import unsent_weights
+from protocol.codec import NonFiniteError
+from swarm.feedback import Unsent
 from swarm.fixed_point import QUANTUM_BITS, SEGMENT, FixedUpdate, add_into, scaled
-from swarm.flat import Floats
+from swarm.flat import Change, Floats
 from swarm.log import ConsensusLog
 from swarm.votes import UpdateRef
 
@@ -32,9 +34,12 @@ Parts = list[tuple[FixedUpdate, int]]  # what to add to the weights, each so man
 class Weights(Protocol):
     """What is needed of the trainer."""
 
-    async def snapshot(self) -> Floats: ...
+    def held(self) -> AbstractAsyncContextManager[Floats]:
+        """The running weights, between two steps. They are what they are until the context ends;
+        other orders wait for that."""
 
-    async def correct(self, change: Floats) -> None: ...
+    async def correct(self, changes: Sequence[Change]) -> None:
+        """Add these to the running weights, all of them between the same two steps."""
 
     async def replace(self, flat: Floats) -> None: ...
 
@@ -68,9 +73,9 @@ class RunningWeights:
             return
 
         async def correct() -> None:
-            change = await asyncio.to_thread(_summed, parts)
-            if change is not None:
-                await self.trainer.correct(change)
+            changes = await asyncio.to_thread(_as_changes, parts)
+            if changes:
+                await self.trainer.correct(changes)
 
         self.queue.put(correct)
 
@@ -78,19 +83,23 @@ class RunningWeights:
         self,
         consensus: Consensus,
         in_flight: Sequence[UpdateRef],
-        use: Callable[[Floats], Awaitable[tuple[UpdateRef, OwnUpdate]]],
+        use: Callable[[Unsent], Awaitable[tuple[UpdateRef, OwnUpdate]]],
     ) -> None:
-        """Queue an update: `use` turns what is unsent, without `in_flight`, into one."""
+        """Queue an update: `use` turns what is unsent, without `in_flight`, into one.
+
+        It may raise `NonFiniteError`: then there is nothing in these weights to go on from.
+        """
         weights = consensus.weights
         waiting = [made.update for ref in in_flight if (made := self.own.get(ref))]
 
         async def make() -> None:
-            running = await self.trainer.snapshot()
-            if not np.isfinite(running).all():
+            try:
+                async with self.trainer.held() as running:
+                    made = await use(Unsent(running, weights, waiting))
+            except NonFiniteError:
                 self.queue.lose("training diverged: weights that are not numbers")
                 return
-            rest = await asyncio.to_thread(unsent_weights, running, weights, waiting)
-            self.own.add(*await use(rest))
+            self.own.add(*made)
 
         self.queue.put(make)
 
@@ -141,14 +150,14 @@ class RunningWeights:
         self.queue.put_reset(reset)
 
 
-def _summed(parts: Parts) -> Floats | None:
-    """The sum as floats, or None if it is nothing. Its rounding shows up in what is unsent."""
-    change = np.zeros(parts[0][0].size, dtype=np.float32)
+def _as_changes(parts: Parts) -> list[Change]:
+    """The parts as floats, without what is nothing. Their rounding shows up in what is unsent."""
+    changes = []
     for update, times in parts:
-        unit = times * 2.0**-QUANTUM_BITS
-        if update.indices is not None:
-            change[update.indices] += (update.values * unit).astype(np.float32)
-            continue
-        for start in range(0, len(change), SEGMENT):
-            change[start : start + SEGMENT] += update.values[start : start + SEGMENT] * unit
-    return change if change.any() else None
+        values = np.empty(len(update.values), dtype=np.float32)
+        for start in range(0, len(values), SEGMENT):  # in the cache
+            part = update.values[start : start + SEGMENT] * (times * 2.0**-QUANTUM_BITS)
+            values[start : start + SEGMENT] = part
+        if values.any():
+            changes.append(Change(update.indices, values))
+    return changes

@@ -8,8 +8,8 @@ from __future__ import annotations
 
 import asyncio
 import os
-from collections.abc import Callable
-from contextlib import suppress
+from collections.abc import AsyncIterator, Callable, Sequence
+from contextlib import asynccontextmanager, suppress
 from dataclasses import asdict
 from multiprocessing.connection import Connection
 from multiprocessing.process import BaseProcess
@@ -24,11 +24,12 @@ from node.trainer_process import (
     SharedWeights,
     TrainerSettings,
     followed_blocks,
+    lay_out,
     shared_bytes,
     shared_weights,
 )
 from protocol.errors import BlockswarmError
-from swarm.flat import Floats, flat_size
+from swarm.flat import Change, Floats, flat_size
 from swarm.run import Run
 from swarm.worker import initial_block
 
@@ -125,15 +126,21 @@ class Trainer:
 
     async def snapshot(self) -> Floats:
         """The running weights, between two steps."""
+        async with self.held() as weights:
+            return weights.copy()
+
+    @asynccontextmanager
+    async def held(self) -> AsyncIterator[Floats]:
+        """The same, not copied: valid until the context ends, and other orders wait for that."""
         async with self._shared_lock:
             await self._order({"op": "snapshot"})
-            return self.shared.out.copy()
+            yield self.shared.out
 
-    async def correct(self, change: Floats) -> None:
-        """Add a vector to the running weights."""
+    async def correct(self, changes: Sequence[Change]) -> None:
+        """Add these to the running weights, all of them between the same two steps."""
         async with self._shared_lock:
-            self.shared.scratch[:] = change
-            await self._order({"op": "correct"})
+            counts = lay_out(changes, self.shared.scratch)
+            await self._order({"op": "correct", "counts": counts})
 
     async def replace(self, flat: Floats) -> None:
         """Set the running weights."""

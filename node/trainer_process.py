@@ -12,6 +12,7 @@ from __future__ import annotations
 import os
 import signal
 import time
+from collections.abc import Sequence
 from dataclasses import dataclass
 from multiprocessing.connection import Connection
 from pathlib import Path
@@ -31,7 +32,7 @@ from node.windows import WindowStream, stream_seed
 from protocol.errors import BlockswarmError, DataError
 from swarm.composition import ComposedModel
 from swarm.evaluate import honest_ce
-from swarm.flat import Floats, add_flat, flat_weights, load_flat
+from swarm.flat import Change, Floats, add_flat_at, flat_weights, load_flat
 from swarm.local import frozen_copy, load_optimizer_tensors, optimizer_tensors
 from swarm.model import Block
 from swarm.run import Run
@@ -76,6 +77,36 @@ def shared_weights(memory: Any, own_size: int, copy_sizes: dict[int, int]) -> Sh
         parts.append(flat[at : at + size])
         at += size
     return SharedWeights(parts[0], parts[1], dict(zip(copy_sizes, parts[2:], strict=True)))
+
+
+def lay_out(changes: Sequence[Change], scratch: Floats) -> list[int]:
+    """Write corrections into the scratch vector; how many weights each of them has.
+
+    Sparse ones, as mostly, as they are: indices, then values. Else their sum, and no counts.
+    """
+    sparse = [(change.indices, change.values) for change in changes if change.indices is not None]
+    counts = [len(values) for _, values in sparse]
+    if 2 * sum(counts) > len(scratch) or len(sparse) < len(changes):
+        scratch.fill(0)
+        for change in changes:
+            change.add_to(scratch)
+        return []
+    at = 0
+    for (indices, values), count in zip(sparse, counts, strict=True):
+        scratch[at : at + count].view(np.int32)[:] = indices
+        scratch[at + count : at + 2 * count] = values
+        at += 2 * count
+    return counts
+
+
+def laid_out(scratch: Floats, counts: Sequence[int]) -> list[Change]:
+    """What `lay_out` wrote."""
+    found, at = [], 0
+    for count in counts:
+        values = scratch[at + count : at + 2 * count]
+        found.append(Change(scratch[at : at + count].view(np.int32), values))
+        at += 2 * count
+    return found or [Change(None, scratch)]
 
 
 def followed_blocks(run: Run, block: int) -> list[int]:
@@ -181,7 +212,8 @@ class _Trainer:
                 flat_weights(self.worker.block, self.shared.out)
                 return self._progress()
             case "correct":
-                add_flat(self.worker.block, self.shared.scratch)
+                for change in laid_out(self.shared.scratch, order["counts"]):
+                    add_flat_at(self.worker.block, change)
                 return {}
             case "replace":
                 load_flat(self.worker.block, self.shared.scratch.copy())

@@ -69,6 +69,7 @@ def peer_text(peer_id: bytes) -> str:
     return "1" * zeros + digits
 
 
+@lru_cache(4096)
 def peer_from_text(text: str) -> bytes:
     """The peer id of a base58 text. Raises `Malformed`."""
     if len(text) > _PEER_TEXT_MAX:
@@ -84,6 +85,7 @@ def peer_from_text(text: str) -> bytes:
     return peer_id
 
 
+@lru_cache(1024)  # everybody hands on everybody's records: a signature is checked once, not n times
 def verify(peer_id: bytes, signature: bytes, message: bytes) -> bool:
     """Whether the owner of `peer_id` signed `message`. Raises `Malformed` for a foreign id."""
     try:

@@ -14,6 +14,7 @@ import re
 import struct
 from dataclasses import dataclass
 from enum import IntFlag
+from functools import lru_cache
 
 from protocol import identity as identities
 from protocol.errors import WireError
@@ -268,16 +269,22 @@ def parse_claim(
         raise RecordExpired("the record has expired")
     if len(value) <= SIGNATURE_BYTES:
         raise Malformed("too short for a signed record")
-    fields = unpack_map(body_of(value), RECORD_MAX_BYTES)
+    record, expected = _read(body_of(value), peer_id)
+    if len(key) != DHT_KEY_BYTES or key != expected:
+        raise WrongKey("the record belongs under another key")
+    return SignedRecord(bytes(key), bytes(subkey), bytes(value), expiration_s, peer_id, record)
+
+
+@lru_cache(1024)  # the same record comes from every peer that knows it
+def _read(body: bytes, peer_id: bytes) -> tuple[Record, bytes]:
+    """What the body says, and the key that a record of this peer belongs under."""
+    fields = unpack_map(body, RECORD_MAX_BYTES)
     major, minor = uint(255)(fields.get("v")), uint(255)(fields.get("w"))
     assert isinstance(major, int)
     assert isinstance(minor, int)
     check_version(major, minor)  # before the schema: another major version has another one
     record = from_map(Record, fields)
-    expected = dht_key(key_name(record.run, record.block, bucket_of(peer_id)))
-    if len(key) != DHT_KEY_BYTES or key != expected:
-        raise WrongKey("the record belongs under another key")
-    return SignedRecord(bytes(key), bytes(subkey), bytes(value), expiration_s, peer_id, record)
+    return record, dht_key(key_name(record.run, record.block, bucket_of(peer_id)))
 
 
 def check_signature(signed: SignedRecord) -> None:

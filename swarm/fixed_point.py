@@ -20,6 +20,7 @@ import numpy as np
 import numpy.typing as npt
 from blake3 import blake3
 
+from protocol.codec.selection import true_at
 from protocol.errors import WireError
 
 Ints = npt.NDArray[np.int64]
@@ -143,13 +144,10 @@ def rounded_mean(total: Ints, count: int) -> Ints:
         if magnitude(part) < 1 << 51:
             # Exact, and several times as fast as dividing integers: a quotient that is no integer
             # is at least 1 / (2 * count) below the next one, which is more than a double rounds.
-            signed = part.astype(np.float64)
-            mean = np.abs(signed)
-            mean *= 2
-            mean += count
-            mean /= 2 * count
-            np.floor(mean, out=mean)
-            out[:] = np.copysign(mean, signed, out=mean)
+            mean = part.astype(np.float64)
+            mean += np.copysign(count / 2, mean)
+            mean /= count
+            out[:] = np.trunc(mean, out=mean)
             continue
         np.abs(part, out=out)
         out *= 2
@@ -179,6 +177,8 @@ def summed_against(
     parts: Sequence[tuple[FixedUpdate, int]], others: Sequence[FixedUpdate]
 ) -> tuple[FixedUpdate, list[int]]:
     """The sum of `parts`, and the inner product of each of `others` with it."""
+    if all(update.indices is not None for update in (*(part for part, _ in parts), *others)):
+        return _sparse_against(parts, others)
     size, dense = parts[0][0].size, any(part.indices is None for part, _ in parts)
     whole = np.empty(size if dense else 0, dtype=np.int64)
     found: list[tuple[Ints, Ints]] = []
@@ -186,9 +186,59 @@ def summed_against(
     for start, total in pieces(parts, whole if dense else None):
         products.add(start, total)
         if not dense:
-            kept = np.flatnonzero(total != 0)  # of bools it is several times as fast
+            kept = true_at(total != 0)
             found.append((kept + start, total[kept]))
     return (compact(whole) if dense else _joined(size, found)), products.done()
+
+
+def _sparse_against(
+    parts: Sequence[tuple[FixedUpdate, int]], others: Sequence[FixedUpdate]
+) -> tuple[FixedUpdate, list[int]]:
+    """`summed_against` where all are sparse, as those of a round mostly are: each is looked at once
+    per piece, and what the sum is where it has values is written down for the inner product."""
+    size = parts[0][0].size
+    total = np.empty(min(CUT, size), dtype=np.int64)
+    mask = np.empty(len(total), dtype=np.bool_)
+    met = [np.empty(len(update.values), dtype=np.int64) for update in others]
+    cuts = [Cut(update) for update in others]
+    known = {id(cut.update): cut for cut in cuts}
+    adding = [(known.get(id(part)) or Cut(part), times) for part, times in parts]
+    found: list[tuple[Ints, Ints]] = []
+    for start in range(0, size, CUT):
+        stop = min(start + CUT, size)
+        here, some = total[: stop - start], mask[: stop - start]
+        here.fill(0)
+        for cut, times in adding:
+            at, span = cut.piece(start)
+            values = cut.update.values[span]
+            np.add.at(here, at, values if times == 1 else times * values)
+        for cut, out in zip(cuts, met, strict=True):
+            at, span = cut.piece(start)
+            np.take(here, at, out=out[span], mode="clip")  # `raise` would take a copy
+        kept = true_at(np.not_equal(here, 0, out=some))
+        values = here[kept]
+        kept += start
+        found.append((kept, values))
+    products = [exact_dot(u.values, m) for u, m in zip(others, met, strict=True)]
+    return _joined(size, found), products
+
+
+class Cut:
+    """A sparse update, piece by piece."""
+
+    def __init__(self, update: FixedUpdate) -> None:
+        self.update = update
+        self._ends = _ends(update)
+        self._start, self._at, self._span = -1, np.zeros(0, dtype=np.int64), slice(0, 0)
+
+    def piece(self, start: int) -> tuple[Ints, slice]:
+        """The places of its values in the piece that begins at `start`, and which values."""
+        if start != self._start:
+            assert self.update.indices is not None
+            number = start // CUT
+            self._span = slice(self._ends[number], self._ends[number + 1])
+            self._start, self._at = start, self.update.indices[self._span] - start
+        return self._at, self._span
 
 
 def pieces(
@@ -270,6 +320,8 @@ def mean_step(total: FixedUpdate, count: int) -> FixedUpdate:
     values = rounded_mean(total.values, count)
     if total.indices is None:
         return compact(values)
+    if values.all():
+        return FixedUpdate(total.size, total.indices, values)
     kept = np.flatnonzero(values != 0)  # a mean may be rounded to nothing
     return FixedUpdate(total.size, total.indices[kept], values[kept])
 
@@ -281,16 +333,22 @@ def apply_step(consensus: Quanta, delta: FixedUpdate) -> tuple[Quanta, FixedUpda
     step of the log exactly reversible: old + step = new and new - step = old.
     """
     edge = VALUE_LIMIT - 1
-    if delta.indices is not None:
-        before = consensus[delta.indices].astype(np.int64)
-        after = np.clip(before + delta.values, -edge, edge)
-        new = consensus.copy()
-        new[delta.indices] = after
-        if np.array_equal(after, before + delta.values):
-            return new, delta
-        changed = FixedUpdate(delta.size, delta.indices, after - before)
-        return new, compact(changed.dense())
     new, whole = np.empty_like(consensus), True
+    if delta.indices is not None:
+        cut = Cut(delta)
+        for start in range(0, len(consensus), CUT):
+            here = new[start : start + CUT]
+            here[:] = consensus[start : start + CUT]
+            at, span = cut.piece(start)
+            after = here[at] + delta.values[span]  # int64
+            if len(at) and magnitude(after) > edge:
+                whole = False
+                np.clip(after, -edge, edge, out=after)
+            here[at] = after.astype(np.int32)
+        if whole:
+            return new, delta
+        changed = new[delta.indices].astype(np.int64) - consensus[delta.indices]
+        return new, compact(FixedUpdate(delta.size, delta.indices, changed).dense())
     for start in range(0, len(consensus), SEGMENT):
         part = consensus[start : start + SEGMENT] + delta.values[start : start + SEGMENT]
         whole = whole and magnitude(part) <= edge

@@ -7,6 +7,8 @@ others. The layout follows from the run's shape alone, so it never has to be sen
 from __future__ import annotations
 
 from collections.abc import Mapping
+from dataclasses import dataclass
+from typing import Any
 
 import numpy as np
 import numpy.typing as npt
@@ -19,6 +21,20 @@ from swarm.run import Run
 from swarm.worker import initial_block
 
 Floats = npt.NDArray[np.float32]
+
+
+@dataclass(frozen=True, eq=False)
+class Change:
+    """What is added to a flat vector: to all of it, or only at `indices`, which ascend."""
+
+    indices: npt.NDArray[np.integer[Any]] | None
+    values: Floats
+
+    def add_to(self, flat: Floats) -> None:
+        if self.indices is None:
+            flat += self.values
+        else:
+            np.add.at(flat, self.indices, self.values)
 
 
 def flat_size(block: Block) -> int:
@@ -60,6 +76,22 @@ def add_flat(block: Block, change: Floats) -> None:
             piece = source[at : at + parameter.numel()].to(parameter.device)
             parameter.add_(piece.view(parameter.shape))
             at += parameter.numel()
+
+
+def add_flat_at(block: Block, change: Change) -> None:
+    """The same with a correction of some weights: only those are touched."""
+    indices, values = change.indices, change.values
+    if indices is None:
+        return add_flat(block, values)
+    at = 0
+    with torch.no_grad():
+        for _, parameter in sorted(block.named_parameters()):
+            here = slice(*np.searchsorted(indices, [at, at + parameter.numel()]))
+            places = torch.from_numpy(indices[here].astype(np.int64) - at).to(parameter.device)
+            piece = torch.from_numpy(values[here]).to(parameter.device)
+            parameter.view(-1).index_add_(0, places, piece)
+            at += parameter.numel()
+    return None
 
 
 def initial_flat(run: Run, block: int) -> Floats:

@@ -15,7 +15,18 @@ from collections.abc import Sequence
 
 import numpy as np
 
-from swarm.fixed_point import SEGMENT, FixedUpdate, Ints, Quanta, add_into, exact_dot
+from swarm.fixed_point import (
+    CUT,
+    SEGMENT,
+    VALUE_LIMIT,
+    Cut,
+    FixedUpdate,
+    Ints,
+    Quanta,
+    add_into,
+    exact_dot,
+    magnitude,
+)
 
 CHEAPER = 4  # more steps than this to forget at once: adding up again is cheaper
 
@@ -28,6 +39,7 @@ class Trend:
         self._steps: tuple[FixedUpdate, ...] = ()
         self._weights: Quanta = np.zeros(0, dtype=np.int32)
         self._origin: Quanta = self._weights  # the weights before the first of the steps
+        self._sizes: dict[int, int] = {}  # by the step's id: its largest value
 
     def follow(self, steps: Sequence[FixedUpdate], weights: Quanta) -> None:
         """Be the sum of these steps, the last of which led to `weights`."""
@@ -42,6 +54,8 @@ class Trend:
                 self._forget(step)
         elif not (_same(self._steps, steps) and weights is self._weights):
             self._begin(steps, weights)
+        # Of those that we hold already, whose ids therefore nothing else can have, it is known.
+        self._sizes = {id(s): self._sizes.get(id(s)) or _largest(s) for s in steps}
         self._steps = steps
 
     def _begin(self, steps: Sequence[FixedUpdate], weights: Quanta) -> None:
@@ -63,6 +77,26 @@ class Trend:
         at = slice(None) if step.indices is None else step.indices
         self._origin[at] += step.values.astype(np.int32)
 
+    def products(self, updates: Sequence[FixedUpdate]) -> list[int]:
+        """The inner products of the trend with some updates.
+
+        Piece by piece for all of them: the trend comes from memory once, and not once for each.
+        """
+        if sum(self._sizes.values()) >= VALUE_LIMIT:  # it may be too large for an int32
+            return [self.product(update) for update in updates]
+        sparse = [update for update in updates if update.indices is not None]
+        met = [np.zeros(len(update.values), dtype=np.int64) for update in sparse]
+        cuts = [Cut(update) for update in sparse]
+        room = np.empty(min(CUT, len(self._weights)), dtype=np.int32)
+        for start in range(0, len(self._weights) if cuts else 0, CUT):
+            after, before = (w[start : start + CUT] for w in (self._weights, self._origin))
+            piece = np.subtract(after, before, out=room[: len(after)])
+            for cut, out in zip(cuts, met, strict=True):
+                at, span = cut.piece(start)
+                out[span] = piece[at]
+        found = iter([exact_dot(u.values, m) for u, m in zip(sparse, met, strict=True)])
+        return [self.product(u) if u.indices is None else next(found) for u in updates]
+
     def product(self, update: FixedUpdate) -> int:
         """The inner product of the trend with an update."""
         values, indices = update.values, update.indices
@@ -77,6 +111,10 @@ class Trend:
         piece = self._weights[start : start + SEGMENT].astype(np.int64)
         piece -= self._origin[start : start + SEGMENT]
         return piece
+
+
+def _largest(step: FixedUpdate) -> int:
+    return magnitude(step.values) if len(step.values) else 0
 
 
 def _same(ours: Sequence[FixedUpdate], theirs: Sequence[FixedUpdate]) -> bool:

@@ -99,18 +99,25 @@ def _bounded(peers: dict[str, Standing]) -> dict[str, Standing]:
 
 @dataclass(frozen=True)
 class Canary:
-    """Watches the held-out CE of the consensus. A jump is a reason to test senders one by one.
+    """Watches the held-out CE of the consensus, and who makes it worse.
 
     Harm adds up: an update of an ordinary norm hides below the margin, the same sender's updates of
-    some rounds do not. So what is tested is all that a sender added since the best of the recent
-    measurements (`since`). Our own part is tested with the others, as the control: nobody is blamed
-    for what it does as well (the learning rate, or text unlike ours). Without a control never more
-    than half of the senders are accused.
+    some rounds do not. So what is tested is all that a sender added since an earlier measurement,
+    alone, on top of what the consensus was then. Our own part is tested with the others, as the
+    control. There are two occasions:
+    - a jump of the CE, tested since the best of the recent measurements. Nobody is blamed for what
+      our own part does as well (the learning rate, or text unlike ours). Without a control never
+      more than half of the senders are accused.
+    - an audit, once in a history: who undoes what we do keeps the CE from falling, which is no
+      jump. Tested since the oldest of the recent measurements. Blamed is whose part makes worse by
+      at least a quarter of what ours makes better. If ours makes nothing better, nobody undoes it.
     """
 
     margin_nats: float = 0.05
+    gain_nats: float = 0.02  # smaller changes prove nothing in an audit
     history: int = 8
-    recent: tuple[tuple[bytes, float], ...] = ()  # head -> its loss
+    recent: tuple[tuple[bytes, float], ...] = ()  # head -> its loss, oldest first
+    unaudited: int = 0  # measurements since the last audit
 
     def with_loss(self, head: bytes, loss_nats: float) -> tuple[Canary, bool]:
         """The next canary, and whether this loss is an alarm: worse than the median of the recent
@@ -119,18 +126,30 @@ class Canary:
         limit = losses[(len(losses) - 1) // 2] + self.margin_nats if losses else math.inf
         if loss_nats > limit or not math.isfinite(loss_nats):
             return self, True
-        return replace(self, recent=(*self.recent, (head, loss_nats))[-self.history :]), False
+        recent = (*self.recent, (head, loss_nats))[-self.history :]
+        return replace(self, recent=recent, unaudited=self.unaudited + 1), False
 
-    def since(self, known: Collection[bytes]) -> tuple[bytes, float] | None:
+    @property
+    def audit_due(self) -> bool:
+        return self.unaudited >= self.history
+
+    def audited(self) -> Canary:
+        return replace(self, unaudited=0)
+
+    def best(self, known: Collection[bytes]) -> bytes | None:
         """The best of the recent heads, among those whose weights we can still make."""
         found = [(loss, head) for head, loss in self.recent if head in known]
-        return (min(found)[1], min(found)[0]) if found else None
+        return min(found)[1] if found else None
+
+    def oldest(self, known: Collection[bytes]) -> bytes | None:
+        """The oldest of them."""
+        return next((head for head, _ in self.recent if head in known), None)
 
     def accepting(self, head: bytes, loss_nats: float) -> Canary:
         """After an alarm was looked into: where we stand now is what is watched from here on, or
         each round of a run that has truly got worse would be an alarm."""
         known = ((head, loss_nats),) if math.isfinite(loss_nats) else ()
-        return replace(self, recent=known)
+        return replace(self, recent=known, unaudited=0)
 
     def harmful(self, before_nats: float, after_nats: Mapping[str, float], me: str) -> list[str]:
         """Senders whose part alone makes the consensus worse by more than the margin."""
@@ -140,3 +159,11 @@ class Canary:
         limit = max(before_nats, control) + self.margin_nats
         bad = sorted(s for s, loss in after_nats.items() if s != me and not loss <= limit)
         return bad if me in after_nats or 2 * len(bad) <= len(after_nats) else []
+
+    def undoing(self, before_nats: float, after_nats: Mapping[str, float], me: str) -> list[str]:
+        """Senders whose part alone undoes what ours alone gains."""
+        gain_nats = before_nats - after_nats.get(me, before_nats)
+        if not gain_nats >= self.gain_nats:  # also if it is not a number
+            return []
+        limit = before_nats + max(gain_nats / 4, self.gain_nats)
+        return sorted(s for s, loss in after_nats.items() if s != me and not loss <= limit)

@@ -23,7 +23,7 @@ import numpy as np
 import numpy.typing as npt
 
 from protocol import payloads as wire
-from protocol.codec import FIXED_BITS, CodecSpec, decode_fixed, encode, read_header
+from protocol.codec import FIXED_BITS, CodecSpec, Source, decode_fixed, encode, read_header
 from protocol.errors import WireError
 from protocol.frames import content_digest
 from protocol.identity import peer_from_text, peer_text, public_key_of
@@ -105,18 +105,19 @@ class UpdateCodec:
         return _HEADER.size + self.spec.max_bytes(self.size)
 
     def encode(
-        self, rest: Ints | Floats, block: int, round_: int, sender: bytes
+        self, rest: Ints | Floats | Source, block: int, round_: int, sender: bytes
     ) -> tuple[bytes, FixedUpdate]:
         """The payload of an update, and the update exactly as every receiver will decode it.
 
-        `rest` is what is to be sent, as weights or (integers) in quanta.
+        `rest` is what is to be sent, as weights (also as a source of them) or, integers, in quanta.
         """
-        encoded = encode(_as_floats(rest), self.spec)
+        vector = _as_floats(rest) if isinstance(rest, np.ndarray) else rest
+        encoded = encode(vector, self.spec)
         payload = _HEADER.pack(block, round_, sender) + encoded.data
         if encoded.sparse is None:
             return payload, self.decode(payload, block, round_, sender)
-        indices, fixed = encoded.sparse.indices, encoded.sparse.fixed
-        return payload, FixedUpdate(self.size, indices, _coarser(fixed))
+        values = encoded.sparse.coded.values(_coarser)
+        return payload, FixedUpdate(self.size, encoded.sparse.indices, values)
 
     def decode(self, payload: bytes, block: int, round_: int, sender: bytes) -> FixedUpdate:
         """The update that `sender` made for this block and round; otherwise a typed WireError."""
@@ -135,8 +136,8 @@ class UpdateCodec:
         header = read_header(body, self.size)
         if (header.codec, header.block) != (self.spec.codec, self.spec.block):
             raise OtherCodec(f"update in {header.codec.name}, the run's codec is {self.spec}")
-        indices, fixed = decode_fixed(body, self.size, self.spec.max_kept(self.size))
-        return checked(FixedUpdate(self.size, indices, _coarser(fixed)), self.size)
+        indices, values = decode_fixed(body, self.size, self.spec.max_kept(self.size), _coarser)
+        return checked(FixedUpdate(self.size, indices, values), self.size)
 
 
 def _as_floats(rest: Ints | Floats) -> Floats:
@@ -159,7 +160,9 @@ def _coarser(fixed: Ints) -> Ints:
         out += 1 << (_SHIFT - 1)
         out >>= _SHIFT
         np.minimum(out, VALUE_LIMIT - 1, out=out)
-        np.negative(out, out=out, where=part < 0)
+        sign = part >> 63  # -1 of what is negative, else 0
+        out ^= sign
+        out -= sign
     return values
 
 

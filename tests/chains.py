@@ -120,7 +120,7 @@ class Donors:
         max_payload_bytes: int | None = None,
     ) -> tuple[Any, bytes]:
         self.asked.append((peer, type(request).__name__))
-        await asyncio.sleep(0)
+        await asyncio.sleep(0)  # others have a turn, as on a network
         if peer in self.down or peer not in self.handlers:
             raise Stalled("nobody there")
         reply = await self.handlers[peer][type(request)](request, b"")

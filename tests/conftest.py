@@ -89,6 +89,18 @@ def tiny_model() -> MakeModel:
     return make
 
 
+@pytest.fixture
+def relay_model(tiny_run: MakeRun, tiny_model: MakeModel) -> ComposedModel:
+    """Blocks that hand a latent on, weighted unlike: what order and weights change shows."""
+    return tiny_model(tiny_run(coupling="look_ahead"), weights=(2.0, 0.0, 1.0), temperature=0.8)
+
+
+@pytest.fixture
+def mean_model(tiny_run: MakeRun, tiny_model: MakeModel) -> ComposedModel:
+    """Blocks that do not know of each other; the mean of what they say counts."""
+    return tiny_model(tiny_run(coupling="independent"))
+
+
 def sharp_block(run: Run, index: int) -> Block:
     block = initial_block(run, index)
     generator = torch.Generator().manual_seed(1000 + index)

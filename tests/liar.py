@@ -12,7 +12,8 @@ import numpy as np
 
 from node.replica import Replica
 from protocol.limits import PEER_ID_BYTES
-from swarm.fixed_point import FixedUpdate
+from swarm.feedback import Unsent
+from swarm.fixed_point import QUANTUM_BITS, FixedUpdate
 from swarm.flat import Floats
 from swarm.log import ConsensusLog
 
@@ -30,6 +31,7 @@ class Lie(enum.Enum):
     COPY = "copy"
     OTHER_BLOCK = "other-block"
     OVERSIZED = "oversized"
+    STALL = "stall"
     POISON = "poison"
     BIAS = "bias"
 
@@ -37,23 +39,35 @@ class Lie(enum.Enum):
 class Liar(Replica):
     """What it keeps of its update is honest, so that it lies the same way in every round.
 
-    But for POISON and BIAS, which nothing gives away: their log is in order, their norm an ordinary
-    one. The first stalls a block of two (what the honest one learns is undone, and learned again);
-    the second makes it worse round by round.
+    But for STALL, POISON and BIAS, which nothing gives away: their log is in order, their norm an
+    ordinary one. The first takes back the last step of the consensus; the second turns around what
+    it learned, which stalls a block of two (what the honest one learns is undone, and learned
+    again); the third makes it worse round by round.
     """
 
     lie = Lie.SCALE
     first: bytes = b""
 
-    def encode(self, rest: Floats, log: ConsensusLog, number: int) -> tuple[bytes, FixedUpdate]:
+    def encode(self, rest: Unsent, log: ConsensusLog, number: int) -> tuple[bytes, FixedUpdate]:
         # Consistent with themselves, and as long as is allowed.
+        if self.lie is Lie.STALL:
+            return super().encode(self._last_step_back(rest, log), log, number)
         if self.lie is Lie.POISON:
-            return super().encode(-4 * rest, log, number)
+            return super().encode(rest.times(-4.0), log, number)
         if self.lie is Lie.BIAS:
-            return super().encode(_against_spaces(rest), log, number)
+            nothing = np.zeros(rest.size, dtype=np.int32)
+            return super().encode(Unsent(_against_spaces(rest.dense()), nothing), log, number)
         payload, update = super().encode(rest, log, number)
         self.first = self.first or payload
-        return self.falsified(payload, rest, number), update
+        return self.falsified(payload, rest.dense(), number), update
+
+    def _last_step_back(self, rest: Unsent, log: ConsensusLog) -> Unsent:
+        """Twice, as the other one of two has its half of the mean."""
+        made = self.consensus.steps.get(log.head.digest)
+        if made is None:
+            return rest
+        back = (made.dense() * -(2.0 ** (1 - QUANTUM_BITS))).astype(np.float32)
+        return Unsent(back, np.zeros(rest.size, dtype=np.int32))
 
     def falsified(self, payload: bytes, rest: Floats, number: int) -> bytes:
         codec, block, me = self.settings.codec, self.settings.block, self.identity.peer_id

@@ -16,6 +16,7 @@ import sys
 import time
 from collections.abc import Awaitable, Callable
 from pathlib import Path
+from typing import Any
 
 from node.daemon import Daemon, DaemonSettings
 from node.service import Service, Status, serve_basics
@@ -35,9 +36,9 @@ RUN = content_digest(RUN_FILE)
 
 
 def record_of(
-    identity: Identity, number: int, life_s: float = 300.0, **changes: object
+    identity: Identity, number: int, life_s: float = 300.0, **changes: Any
 ) -> SignedRecord:
-    values: dict[str, object] = {
+    values: dict[str, Any] = {
         "run": RUN,
         "role": Role.REPLICA,
         "block": number,
@@ -47,7 +48,7 @@ def record_of(
         "addresses": (f"/ip4/10.{number}.0.1/tcp/31337",),
         **changes,
     }
-    return seal(identity, Record(**values), time.time() + life_s)  # type: ignore[arg-type]
+    return seal(identity, Record(**values), time.time() + life_s)
 
 
 def honest_records(own: Identity) -> list[SignedRecord]:
@@ -118,7 +119,7 @@ async def garbage(server: Server, channel: Channel) -> None:
 
 
 async def silence(server: Server, channel: Channel) -> None:
-    await asyncio.sleep(30)
+    await asyncio.sleep(30)  # longer than any client waits
 
 
 async def oversize(server: Server, channel: Channel) -> None:
@@ -138,7 +139,7 @@ async def truncated(server: Server, channel: Channel) -> None:
 
 async def stalled(server: Server, channel: Channel) -> None:
     await half_a_run(server, channel)
-    await asyncio.sleep(30)
+    await asyncio.sleep(30)  # longer than any client waits
 
 
 async def wrong_digest(server: Server, channel: Channel) -> None:

@@ -107,7 +107,7 @@ class Process:
             if ended or time.monotonic() > end_s:
                 how = f"ended with {self.child.returncode}" if ended else "took too long"
                 raise AssertionError(f"{how}\n" + "".join(self.err[-30:]))
-            time.sleep(0.05)
+            time.sleep(0.05)  # between two looks
 
     def address(self, limit_s: float = START_LIMIT_S) -> str:
         """Where others join through this host."""

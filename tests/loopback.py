@@ -5,7 +5,6 @@ from __future__ import annotations
 import asyncio
 import contextlib
 import os
-import time
 import warnings
 from collections.abc import AsyncIterator, Callable, Coroutine, Iterator
 from pathlib import Path
@@ -13,6 +12,7 @@ from typing import Any, TypeVar
 
 import pytest
 import uvloop
+from processes import comes_true
 
 with warnings.catch_warnings():
     warnings.simplefilter("ignore")  # hivemind's import uses what torch calls deprecated
@@ -21,7 +21,8 @@ with warnings.catch_warnings():
 from node.daemon import DaemonSettings
 from node.gate import Backoff, Gate
 from node.network import Network, NetworkSettings
-from node.service import Status
+from node.service import Reply, Status
+from protocol import messages
 from protocol.frames import content_digest
 from protocol.records import Role
 
@@ -66,7 +67,7 @@ def sockets_of_this_process() -> set[str]:
 
 
 async def until(condition: Callable[[], bool], limit_s: float = 20.0) -> None:
-    """Wait for a condition; the only place where tests sleep."""
+    """Wait for a condition, where tests would else sleep."""
     async with asyncio.timeout(limit_s):
         while not condition():  # noqa: ASYNC110
             await asyncio.sleep(0.01)
@@ -97,9 +98,7 @@ def _no_daemon_left() -> Iterator[None]:
     """Imported by every test file that starts p2pd."""
     before = daemons_of_this_process()
     yield
-    end_s = time.monotonic() + 5.0
-    while daemons_of_this_process() - before and time.monotonic() < end_s:
-        time.sleep(0.02)
+    comes_true(lambda: not daemons_of_this_process() - before, 5.0)
     assert daemons_of_this_process() == before
 
 
@@ -147,3 +146,16 @@ async def pair(folder: Path, **changes: Any) -> AsyncIterator[tuple[Network, Net
         node(folder, "b", await a.invitations(), **changes) as b,
     ):
         yield a, b
+
+
+def tell_the_time(network: Network, offset_s: float) -> None:
+    """Let a node's clock be off by so much."""
+    old = network.service._entries[messages.Hello.KIND].handler
+
+    async def hello(request: messages.Hello, peer_id: bytes) -> Reply:
+        reply = await old(request, peer_id)
+        assert isinstance(reply.message, messages.HelloReply)
+        fields = {**vars(reply.message), "now_s": reply.message.now_s + offset_s}
+        return Reply(messages.HelloReply(**fields))
+
+    network.serve(messages.Hello, hello)

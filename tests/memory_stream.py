@@ -33,7 +33,7 @@ class MemoryStream:
         if self.ended or self.other.ended:
             raise frames.Truncated("closed")
         self.other.queue.put_nowait(bytes(data))
-        await asyncio.sleep(0)
+        await asyncio.sleep(0)  # whoever waits for this has a turn, as on a network
 
     async def close(self) -> None:
         self.ended = self.ended or "closed"

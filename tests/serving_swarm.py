@@ -2,8 +2,9 @@
 
 from __future__ import annotations
 
+import asyncio
 import contextlib
-from collections.abc import AsyncIterator
+from collections.abc import AsyncIterator, Coroutine, Sequence
 from pathlib import Path
 from typing import Any
 
@@ -65,6 +66,17 @@ class Swarm:
         self.stack.push_async_callback(client.close)
         return client
 
+    async def chosen(self, client: SweepClient, block: int) -> str:
+        """Which host the client's route takes for this block."""
+        peer = (await client.route((), {})).hops[block].peers[0]
+        return next(name for name, host in self.hosts.items() if host.peer_id == peer)
+
+    def halt(self, name: str) -> None:
+        """It takes sweeps as before, and computes none until its queue is started again."""
+        worker = self.servers[name].queue.worker
+        assert worker is not None
+        worker.cancel()
+
 
 @contextlib.asynccontextmanager
 async def swarm(folder: Path, model: ComposedModel, hosts: str = "abc") -> AsyncIterator[Swarm]:
@@ -85,10 +97,22 @@ async def written(
     return text, output.figures
 
 
+async def written_together(
+    s: Swarm, name: str, orders: Sequence[Coroutine[Any, Any, tuple[bytes, Figures]]]
+) -> list[tuple[bytes, Figures]]:
+    """What `written` returns of each, when all of them wait in one host before it computes any."""
+    queue = s.servers[name].queue
+    s.halt(name)
+    writing = asyncio.gather(*orders)
+    await until(lambda: len(queue.waiting) == len(orders))
+    queue.start()
+    return await writing
+
+
 def local(model: ComposedModel, prompt: bytes, length: int) -> bytes:
     return bytes(generate(model, prompt, length, GREEDY))
 
 
 async def idle(s: Swarm) -> None:
-    for server in s.servers.values():
-        await until(lambda server=server: not server._jobs and not server._held_bytes)  # type: ignore[misc]
+    queues = [server.queue for server in s.servers.values()]
+    await until(lambda: not any(queue.jobs or queue.held_bytes for queue in queues))

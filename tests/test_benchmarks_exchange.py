@@ -2,7 +2,6 @@
 
 from __future__ import annotations
 
-import sys
 from pathlib import Path
 from types import SimpleNamespace
 from typing import Any
@@ -10,20 +9,17 @@ from typing import Any
 import numpy as np
 import pytest
 
-ROOT = Path(__file__).resolve().parent.parent
-sys.path.insert(0, str(ROOT))  # the benchmarks are no installed package
-
-from benchmarks import attacks, docs, gb_per_nat, lateness, wire_bytes  # noqa: E402
-from benchmarks.exchange import BlockGroup, Diverged, ExchangeRules, ExchangeSwarm  # noqa: E402
-from benchmarks.exchange_rows import run_of  # noqa: E402
-from node.replica import Replica  # noqa: E402
-from protocol.limits import DIGEST_BYTES  # noqa: E402
-from protocol.messages import AnnounceReply  # noqa: E402
-from swarm.aggregate import Rule  # noqa: E402
-from swarm.coupling import upstream_versions  # noqa: E402
-from swarm.feedback import unsent  # noqa: E402
-from swarm.flat import flat_weights  # noqa: E402
-from swarm.run import ModelShape  # noqa: E402
+from benchmarks import attacks, docs, gb_per_nat, lateness, wire_bytes
+from benchmarks.exchange import BlockGroup, Diverged, ExchangeRules, ExchangeSwarm
+from benchmarks.exchange_rows import run_of
+from node.replica import Replica
+from protocol.limits import DIGEST_BYTES
+from protocol.messages import AnnounceReply
+from swarm.aggregate import Rule
+from swarm.coupling import upstream_versions
+from swarm.feedback import Unsent, unsent
+from swarm.flat import flat_weights
+from swarm.run import ModelShape
 
 TEXT = np.random.default_rng(0).integers(0, 256, 4096).astype(np.uint8)
 TINY = ModelShape(3, 1, 16, 2, 16)
@@ -80,7 +76,8 @@ def test_updates_are_encoded_as_the_live_node_encodes_them() -> None:
         settings=SimpleNamespace(codec=group.codec, block=1), identity=SimpleNamespace(peer_id=who)
     )
     log: Any = SimpleNamespace(recent_norms=lambda: tuple(group.norms))
-    assert group._encode(rest, 3, who)[0] == Replica.encode(live, rest, log, 3)[0]
+    lazy = Unsent((rest * 2.0**-24).astype(np.float32), np.zeros(len(rest), dtype=np.int32))
+    assert group._encode(rest, 3, who)[0] == Replica.encode(live, lazy, log, 3)[0]
     assert group._encode(rest, 3, who)[0] != group.codec.encode(rest, 1, 3, who)[0]
 
 
@@ -189,7 +186,7 @@ def test_figures_of_gb_per_nat() -> None:
 
 
 def test_page_of_gb_per_nat(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
-    pytest.importorskip("matplotlib")
+    pytest.importorskip("matplotlib")  # of the extra `bench`; nothing else needs it
     monkeypatch.setattr(docs, "PLOTS", tmp_path / "plots")
     monkeypatch.setattr(docs, "PAGE", tmp_path / "benchmarks.md")
     table, plot = docs.exchange_table(ROWS), docs.exchange_plot(ROWS)

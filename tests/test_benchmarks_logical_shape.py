@@ -5,13 +5,10 @@ from __future__ import annotations
 import subprocess
 import sys
 from dataclasses import replace
-from pathlib import Path
 from typing import Any
 
 import pytest
 import torch
-
-sys.path.insert(0, str(Path(__file__).resolve().parent.parent))  # no installed package
 
 from benchmarks import logical_shape, logical_shape_table
 from benchmarks.harness import ROOT

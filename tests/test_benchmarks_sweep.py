@@ -2,13 +2,9 @@
 
 from __future__ import annotations
 
-import sys
-from pathlib import Path
 from typing import Any
 
 import pytest
-
-sys.path.insert(0, str(Path(__file__).resolve().parent.parent))  # no installed package
 
 from benchmarks import sweep, sweep_table
 from benchmarks.sweep_model import REPEATED_BYTES, repetition

@@ -1,46 +1,23 @@
-"""The emulated WAN: what a topology may say, the arithmetic of links, NAT, and a real small bed.
-
-What needs namespaces is skipped where the machine allows none.
-"""
+"""A real small bed of the emulated WAN. What needs namespaces is skipped where there are none."""
 
 from __future__ import annotations
 
 import json
 import os
 import signal
-import socket
-import struct
 import subprocess
 import sys
-import time
 from collections.abc import Callable, Iterator
-from contextlib import suppress
 from pathlib import Path
-from random import Random
 
 import pytest
-from hypothesis import given
-from hypothesis import strategies as st
+from processes import alive, comes_true
+from wan_topologies import TWO
 
-ROOT = Path(__file__).resolve().parent.parent
-sys.path.insert(0, str(ROOT))  # the benchmarks are no installed package
+from benchmarks.harness import ROOT
+from benchmarks.wan import namespaces, probe
+from benchmarks.wan.bed import Bed
 
-from benchmarks.wan import namespaces, probe, topology  # noqa: E402
-from benchmarks.wan.bed import Bed  # noqa: E402
-from benchmarks.wan.checks import TopologyError  # noqa: E402
-from benchmarks.wan.links import Line, Wan, Way  # noqa: E402
-from benchmarks.wan.nat import IDLE_S, TCP, UDP, Nat  # noqa: E402
-
-TWO = """
-[wan]
-rtt_ms = 40
-[[hosts]]
-name = "a"
-address = "11.1.0.1"
-[[hosts]]
-name = "b"
-address = "11.2.0.1"
-"""
 SWARM = """
 [[hosts]]
 name = "c"
@@ -56,236 +33,6 @@ seconds = 120
 run_file = "run.toml"
 """
 WAIT_S = 30.0
-
-
-# --- the file -------------------------------------------------------------------------------------
-
-
-def test_a_topology_says_what_it_says_and_defaults_hold() -> None:
-    text = """
-    name = "n"
-    [wan]
-    rtt_ms = 80
-    down_mbit = 50
-    mtu = 1400
-    [[hosts]]
-    name = "a"
-    address = "11.1.0.1"
-    up_mbit = 10
-    role = "seed"
-    [[hosts]]
-    name = "b"
-    address = "11.2.0.1"
-    nat = true
-    workers = 2
-    options = ["--relay", "{seed}"]
-    [[paths]]
-    between = ["b", "a"]
-    loss_percent = 1
-    [[partitions]]
-    from_s = 5
-    to_s = 9
-    apart = ["b"]
-    [swarm]
-    seconds = 30
-    """
-    found = topology.parse(text.encode())
-    a, b = found.hosts
-    assert (a.link.up_mbit, a.link.down_mbit, a.link.queue_ms) == (10, 50, 200)
-    assert (b.link.up_mbit, b.nat, b.workers, b.options) == (100, True, 2, ("--relay", "{seed}"))
-    assert found.between("a", "b") == found.between("b", "a")
-    assert (found.between("a", "b").rtt_ms, found.between("a", "b").loss_percent) == (80, 1)
-    assert found.mtu == 1400 and found.swarm.seconds == 30
-    assert found.partitions[0].apart == ("b",)
-
-
-@pytest.mark.parametrize(
-    ("change", "words"),
-    [
-        ('address = "11.1.0.1"', "address"),  # twice
-        ('address = "localhost"', "IPv4"),
-        ('address = "127.0.0.1"', "IPv4"),
-        ('address = "224.0.0.1"', "IPv4"),
-        ("address = 5", "text"),
-        ('address = "11.2.0.1"\nup_mbit = 0', "up_mbit"),
-        ('address = "11.2.0.1"\nup_mbit = nan', "up_mbit"),
-        ('address = "11.2.0.1"\nup_mbit = "10"', "number"),
-        ('address = "11.2.0.1"\nloss_percent = 100', "loss_percent"),
-        ('address = "11.2.0.1"\nspeed = 3', "speed"),
-        ('address = "11.2.0.1"\nlink = 3', "link"),
-        ('address = "11.2.0.1"\nrole = "king"', "role"),
-        ('address = "11.2.0.1"\nworkers = 2.5', "workers"),
-        ('address = "11.2.0.1"\noptions = "--verbose"', "options"),
-        ('address = "11.2.0.1"\n[[paths]]\nbetween = ["a"]', "between"),
-        ('address = "11.2.0.1"\n[[paths]]\nbetween = ["a", "z"]', "z"),
-        ('address = "11.2.0.1"\n[[paths]]\nbetween = ["a", "a"]', "twice"),
-        ('address = "11.2.0.1"\n[[partitions]]\nfrom_s=9\nto_s=5\napart=["a"]', "partition"),
-        ('address = "11.2.0.1"\n[[partitions]]\nfrom_s=9\napart=["a"]', "to_s"),
-        ('address = "11.2.0.1"\n[paths]\nx = 1', "paths"),
-        ("", "address"),
-        ("=", "TOML"),
-    ],
-)
-def test_mistakes_are_refused_by_name(change: str, words: str) -> None:
-    text = TWO.replace('address = "11.2.0.1"', change)
-    with pytest.raises(TopologyError) as caught:
-        topology.parse(text.encode())
-    assert words in f"{caught.value.message} {caught.value.hint}"
-
-
-@given(st.binary(max_size=200))
-def test_any_bytes_are_a_topology_or_an_error_of_ours(data: bytes) -> None:
-    with suppress(TopologyError):
-        topology.parse(data)
-
-
-@given(
-    st.sampled_from(
-        ["name", "address", "up_mbit", "nat", "role", "workers", "options", "queue_ms"]
-    ),
-    st.one_of(
-        st.integers(-5, 2**70),
-        st.booleans(),
-        st.text(st.characters(codec="ascii", exclude_characters='"\\\n\r'), max_size=20),
-    ),
-)
-def test_any_value_of_a_field_is_taken_or_refused(field: str, value: object) -> None:
-    shown = f'"{value}"' if isinstance(value, str) else str(value).lower()
-    host = {"name": '"b"', "address": '"11.2.0.1"', field: shown}
-    text = TWO.rpartition("[[hosts]]")[0] + "[[hosts]]\n"
-    text += "\n".join(f"{key} = {written}" for key, written in host.items())
-    with suppress(TopologyError):
-        topology.parse(text.encode())
-
-
-def test_the_examples_are_topologies() -> None:
-    examples = sorted((ROOT / "benchmarks" / "wan").glob("*.toml"))
-    assert examples
-    for path in examples:
-        assert topology.load(path).hosts
-
-
-def test_a_file_that_is_not_there() -> None:
-    with pytest.raises(TopologyError):
-        topology.load(ROOT / "nothing.toml")
-
-
-# --- links ----------------------------------------------------------------------------------------
-
-
-@given(st.lists(st.tuples(st.integers(40, 1500), st.floats(0, 0.01)), max_size=100))
-def test_a_line_is_never_faster_than_its_rate_nor_its_queue_longer(
-    packets: list[tuple[int, float]],
-) -> None:
-    line = Line(mbit=8, queue_ms=10)  # 1e6 bytes a second
-    now_s, last_s, accepted = 1.0, 1.0, 0
-    for size, gap_s in packets:
-        now_s += gap_s
-        through_s = line.through_s(size, now_s)
-        if through_s is None:
-            continue
-        accepted += size
-        assert through_s >= last_s + size / 1e6 - 1e-9
-        assert through_s - now_s <= 0.010 + size / 1e6 + 1e-9
-        last_s = through_s
-    assert accepted <= (last_s - 1.0) * 1e6 + 1e-3
-
-
-@given(st.lists(st.tuples(st.floats(0, 0.01), st.floats(0, 1)), max_size=50))
-def test_packets_of_a_way_keep_their_order(steps: list[tuple[float, float]]) -> None:
-    way = Way(delay_s=0.02, jitter_s=0.05, loss=0.0)
-    now_s, last_s = 0.0, 0.0
-    for gap_s, luck in steps:
-        now_s += gap_s
-        arrival_s = way.arrives_s(now_s, luck)
-        assert arrival_s >= max(last_s, now_s + 0.02 - 1e-12)
-        last_s = arrival_s
-
-
-def test_a_partition_is_between_the_sides_only_and_heals() -> None:
-    hosts = "".join(f'[[hosts]]\nname = "h{i}"\naddress = "11.{i}.0.1"\n' for i in range(1, 5))
-    wan = Wan(topology.parse(hosts.encode()), Random(0))
-    wan.cut([0, 1])
-    cut = {(i, j) for i in range(4) for j in range(4) if wan.ways[i][j].cut}
-    assert cut == {(i, j) for i in range(4) for j in range(4) if (i < 2) != (j < 2)}
-    wan.heal()
-    assert not any(way.cut for row in wan.ways for way in row)
-
-
-# --- NAT ------------------------------------------------------------------------------------------
-
-
-def _packet(
-    protocol: int, source: str, sport: int, to: str, port: int, data: bytes = b"x"
-) -> bytes:
-    addresses = socket.inet_aton(source) + socket.inet_aton(to)
-    if protocol == TCP:
-        body = struct.pack("!HHIIHHHH", sport, port, 1, 2, 0x5010, 100, 0, 0) + data
-        at = 16
-    else:
-        body = struct.pack("!HHHH", sport, port, 8 + len(data), 0) + data
-        at = 6
-    pseudo = addresses + struct.pack("!HH", protocol, len(body))
-    body = body[:at] + struct.pack("!H", _checksum(pseudo + body) or 0xFFFF) + body[at + 2 :]
-    head = struct.pack("!BBHHHBBH", 0x45, 0, 20 + len(body), 7, 0x4000, 64, protocol, 0) + addresses
-    return head[:10] + struct.pack("!H", _checksum(head)) + head[12:] + body
-
-
-def _checksum(data: bytes) -> int:
-    data += b"\0" * (len(data) % 2)
-    total = sum(struct.unpack(f"!{len(data) // 2}H", data))
-    while total >> 16:
-        total = (total & 0xFFFF) + (total >> 16)
-    return ~total & 0xFFFF
-
-
-def _intact(packet: bytes) -> bool:
-    pseudo = packet[12:20] + struct.pack("!HH", packet[9], len(packet) - 20)
-    return _checksum(packet[:20]) == 0 and _checksum(pseudo + packet[20:]) in (0, 0xFFFF)
-
-
-PORTS = st.integers(1, 65535)
-
-
-@given(st.sampled_from([TCP, UDP]), PORTS, PORTS, st.binary(max_size=40))
-def test_a_conversation_through_nat_keeps_checksums_and_finds_back(
-    protocol: int, sport: int, port: int, data: bytes
-) -> None:
-    nat = Nat(socket.inet_aton("11.9.0.1"))
-    out = nat.outward(_packet(protocol, "192.168.1.2", sport, "11.1.0.1", port, data), 1.0)
-    assert out is not None and _intact(out)
-    assert socket.inet_ntoa(out[12:16]) == "11.9.0.1"
-    mapped = struct.unpack_from("!H", out, 20)[0]
-    back = nat.inward(_packet(protocol, "11.1.0.1", port, "11.9.0.1", mapped, data), 2.0)
-    assert back is not None and _intact(back)
-    assert socket.inet_ntoa(back[16:20]) == "192.168.1.2"
-    assert struct.unpack_from("!H", back, 22)[0] == sport
-
-
-def test_strangers_do_not_come_through_nat_and_mappings_end() -> None:
-    nat = Nat(socket.inet_aton("11.9.0.1"))
-    out = nat.outward(_packet(UDP, "192.168.1.2", 5, "11.1.0.1", 7), 0.0)
-    again = nat.outward(_packet(UDP, "192.168.1.2", 5, "11.2.0.1", 8), 0.0)
-    assert out is not None and again is not None
-    mapped = struct.unpack_from("!H", out, 20)[0]
-    assert mapped == struct.unpack_from("!H", again, 20)[0]  # one mapping for all
-    for address, port in (("11.1.0.1", 9), ("11.3.0.1", 7)):
-        assert nat.inward(_packet(UDP, address, port, "11.9.0.1", mapped), 1.0) is None
-    assert nat.inward(_packet(TCP, "11.1.0.1", 7, "11.9.0.1", mapped), 1.0) is None
-    assert nat.inward(_packet(UDP, "11.1.0.1", 7, "11.9.0.1", mapped), 1.0) is not None
-    assert nat.inward(_packet(UDP, "11.1.0.1", 7, "11.9.0.1", mapped), 2 + IDLE_S) is None
-    icmp = _packet(UDP, "192.168.1.2", 5, "11.1.0.1", 7)
-    assert nat.outward(icmp[:9] + b"\x01" + icmp[10:], 0.0) is None
-
-
-@given(st.binary(min_size=20, max_size=60))
-def test_nat_takes_any_bytes(packet: bytes) -> None:
-    nat = Nat(b"\x0b\x09\x00\x01")
-    nat.outward(packet, 0.0)
-    nat.inward(packet, 0.0)
-
-
-# --- a real bed -----------------------------------------------------------------------------------
 
 
 @pytest.fixture(scope="module")
@@ -307,13 +54,6 @@ def make_bed(rights: None) -> Iterator[Callable[[str], Bed]]:
     yield make
     for bed in beds:
         bed.__exit__(None, None, None)
-
-
-def _until(condition: Callable[[], object]) -> None:
-    end_s = time.monotonic() + WAIT_S
-    while not condition():
-        assert time.monotonic() < end_s, "it took too long"
-        time.sleep(0.02)
 
 
 def test_the_round_trip_is_as_described_and_a_partition_opens_and_heals(
@@ -403,8 +143,8 @@ def test_a_killed_owner_leaves_nothing(rights: None) -> None:
         name, child = owner.stdout.readline().split()
         assert name in namespaces.ours()
         owner.kill()
-    _until(lambda: name not in namespaces.ours())
-    _until(lambda: not _alive(int(child)))
+    assert comes_true(lambda: name not in namespaces.ours(), WAIT_S)
+    assert comes_true(lambda: not alive(int(child)), WAIT_S)
 
 
 def test_the_next_bed_removes_what_a_crashed_forwarder_left(
@@ -462,10 +202,3 @@ def test_a_swarm_trains_on_the_bed_also_behind_nat_and_through_a_partition(
     for row in result["rows"]:
         if row["kind"] == "host":  # frames are a part of what the kernel sees
             assert 0 < row["ledger_bytes"] < row["kernel_bytes"], row
-
-
-def _alive(pid: int) -> bool:
-    try:
-        return Path("/proc", str(pid), "stat").read_text().rpartition(")")[2].split()[0] != "Z"
-    except OSError:
-        return False

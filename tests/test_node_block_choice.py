@@ -25,7 +25,10 @@ EAGER = MoveRules(rest_rounds=4, patience_rounds=2)
 
 
 class Records:
-    """What the DHT says: for each block the rounds of its hosts' records."""
+    """What the DHT says: for each block the rounds of its hosts' records.
+
+    It is all of a network that the choice of a block asks, and stands for one (as Any).
+    """
 
     def __init__(self, **rounds: list[int]) -> None:
         self.identity = generate()
@@ -45,10 +48,10 @@ class Records:
         return found
 
 
-def watch(records: Records, **changes: Any) -> BlockWatch:
+def watch(records: Any, **changes: Any) -> BlockWatch:
     rng: Any = SimpleNamespace(choice=random.Random(0).choice, random=lambda: 0.0)
     run = tiny_run_file(blocks=BLOCKS)
-    return BlockWatch(records, run, changes.get("memory", UNLIMITED), EAGER, rng)  # type: ignore[arg-type]
+    return BlockWatch(records, run, changes.get("memory", UNLIMITED), EAGER, rng)
 
 
 def looks(
@@ -120,12 +123,13 @@ def test_too_few_is_a_need_only_while_no_block_is_lost() -> None:
 def test_the_first_choice_counts_who_is_there_now() -> None:
     run = tiny_run_file(blocks=BLOCKS)
 
-    def chosen(records: Records, wanted: int | None = None) -> int:
-        return asyncio.run(choose_block(records, run, wanted, UNLIMITED, 20))  # type: ignore[arg-type]
+    def chosen(records: Any, wanted: int | None = None) -> int:
+        return asyncio.run(choose_block(records, run, wanted, UNLIMITED, 20))
 
     assert chosen(Records(b0=[20], b1=[20, 20], b2=[3, 4, 5])) == 2
     assert chosen(Records(b0=[20], b2=[20])) == 1  # nobody answers for it
     assert chosen(Records(b0=[20], b1=[20], b2=[20]), 1) == 1
     with pytest.raises(UsageError, match="16 hosts"):
         chosen(Records(b0=[20] * 16), 0)
-    assert len(asyncio.run(hosts_of(Records(b0=[20, 1]), 0, 20))) == 1  # type: ignore[arg-type]
+    records: Any = Records(b0=[20, 1])
+    assert len(asyncio.run(hosts_of(records, 0, 20))) == 1

@@ -11,17 +11,17 @@ import subprocess
 import sys
 import time
 from collections.abc import Callable, Iterator
-from dataclasses import dataclass
+from functools import partial
 from pathlib import Path
 from typing import Any
 
 import pytest
 import torch
+from command_line import Cli, Result, run_command
 from safetensors.torch import load_file, save_file
 
 import node.cli_local
 import node.local_training
-from node.cli import main
 from node.local_training import CHECKPOINT
 from protocol.version import PACKAGE_VERSION
 
@@ -30,32 +30,12 @@ TINY = [*SHAPE, "--evaluate-bytes", "256", "--threads", "1"]
 STEPS = 300
 
 
-@dataclass(frozen=True)
-class Result:
-    code: int
-    out: str
-    err: str
-
-
-Cli = Callable[..., Result]
-
-
 @pytest.fixture
 def cli(monkeypatch: pytest.MonkeyPatch, capsys: pytest.CaptureFixture[str]) -> Iterator[Cli]:
     """Run a command in this process."""
 
-    def run(*arguments: object) -> Result:
-        monkeypatch.setattr(sys, "argv", ["blockswarm", *map(str, arguments)])
-        capsys.readouterr()
-        code = 0
-        try:
-            main()
-        except SystemExit as error:
-            code = int(str(error.code))
-        return Result(code, *capsys.readouterr())
-
     threads = torch.get_num_threads()
-    yield run
+    yield partial(run_command, monkeypatch, capsys)
     torch.set_num_threads(threads)
     torch.set_deterministic_debug_mode("default")
 
@@ -296,7 +276,7 @@ def until(condition: Callable[[], bool], process: subprocess.Popen[str]) -> None
     while not condition():
         assert process.poll() is None, process.communicate()
         assert time.monotonic() < deadline
-        time.sleep(0.01)
+        time.sleep(0.01)  # between two looks
 
 
 def test_kill_9_and_resume_ends_in_the_same_bits(

@@ -135,7 +135,7 @@ def test_formulas_are_text_in_csv(tmp_path: Path) -> None:
 
 
 def test_png(hosts: Path, tmp_path: Path) -> None:
-    pytest.importorskip("matplotlib")
+    pytest.importorskip("matplotlib")  # of the extra `bench`; --png says so without it
     folder = tmp_path / "plots"
     renamed = hosts.rename(hosts.with_name("_$x$"))
     result = invoke(renamed, renamed / "seed", "-o", tmp_path / "r.html", "--png", folder)

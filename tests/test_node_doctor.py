@@ -14,15 +14,14 @@ from pathlib import Path
 from typing import Any
 
 import pytest
-from loopback import RUN_FILE, _no_daemon_left, run  # noqa: F401
+from command_line import exit_code
+from loopback import RUN_FILE, _no_daemon_left, run, tell_the_time  # noqa: F401
 from loopback import node as node_of_a_run
 
 import node.daemon as node_daemon
 from node import doctor_machine, doctor_network, own_packages
-from node.cli import main
 from node.doctor import Check, Plan, bounded, examine, facts, well
 from node.doctor_network import wire
-from node.network import Network
 from node.service import Reply
 from protocol import messages
 
@@ -87,25 +86,16 @@ def test_the_command_line(
         return checks
 
     monkeypatch.setattr("node.cli_doctor.examine", few)
-    assert call(monkeypatch, "doctor") == 1
+    assert exit_code(monkeypatch, "doctor") == 1
     out = capsys.readouterr().out
     assert "FAIL  port" in out and "1. stop it" in out and "2. --port 4002" in out
     assert "not well: port" in out and "\x1b" not in out
-    assert call(monkeypatch, "doctor", "--json") == 1
+    assert exit_code(monkeypatch, "doctor", "--json") == 1
     assert json.loads(capsys.readouterr().out)["ok"] is False
-    assert call(monkeypatch, "doctor", "nonsense") == 2
+    assert exit_code(monkeypatch, "doctor", "nonsense") == 2
     assert "does not say whom to dial" in capsys.readouterr().err
-    assert call(monkeypatch, "doctor", "--listen", "here") == 2
-    assert call(monkeypatch, "doctor", "--port", "70000") == 2
-
-
-def call(monkeypatch: pytest.MonkeyPatch, *arguments: str) -> int:
-    monkeypatch.setattr(sys, "argv", ["blockswarm", *arguments])
-    try:
-        main()
-    except SystemExit as error:
-        return int(str(error.code))
-    return 0
+    assert exit_code(monkeypatch, "doctor", "--listen", "here") == 2
+    assert exit_code(monkeypatch, "doctor", "--port", "70000") == 2
 
 
 def test_a_check_that_hangs_or_breaks_is_a_finding() -> None:
@@ -280,19 +270,6 @@ def test_peers_clock_and_reachability(tmp_path: Path) -> None:
             assert "timedatectl" in checks["clock"].fixes[0]
 
     run(main(), 120.0)
-
-
-def tell_the_time(network: Network, offset_s: float) -> None:
-    """Let a node's clock be off by so much."""
-    old = network.service._entries[messages.Hello.KIND].handler
-
-    async def hello(request: messages.Hello, peer_id: bytes) -> Reply:
-        reply = await old(request, peer_id)
-        assert isinstance(reply.message, messages.HelloReply)
-        fields = {**vars(reply.message), "now_s": reply.message.now_s + offset_s}
-        return Reply(messages.HelloReply(**fields))
-
-    network.serve(messages.Hello, hello)
 
 
 def test_a_peer_that_cannot_reach_us(tmp_path: Path) -> None:

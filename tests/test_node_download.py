@@ -2,126 +2,20 @@
 
 from __future__ import annotations
 
-import enum
 import hashlib
-import io
 import socket
-import struct
 import threading
-import zipfile
 from collections.abc import Iterator
-from dataclasses import dataclass, field, replace
-from http.server import BaseHTTPRequestHandler, ThreadingHTTPServer
+from dataclasses import replace
 from pathlib import Path
 
 import pytest
-from hypothesis import HealthCheck, given, settings
-from hypothesis import strategies as st
+from archive_server import OTHER, PACKED, SPLITS, Fault, Handler, Script, Server
 
 from node import download
 from node.data import archive_corpus
-from node.download import Archive, Member, ensure_unpacked, unpack
+from node.download import Archive, Member, ensure_unpacked
 from protocol.errors import DataError
-
-SPLITS = {
-    f"wiki.{split}.raw": f"{split}: ".encode() + hashlib.sha256(split.encode()).digest() * 4000
-    for split in ("train", "valid", "test")
-}
-
-
-def make_zip(files: dict[str, bytes], method: int = zipfile.ZIP_STORED) -> bytes:
-    buffer = io.BytesIO()
-    with zipfile.ZipFile(buffer, "w", method) as target:
-        for name, content in files.items():
-            target.writestr(zipfile.ZipInfo(name), content, compress_type=method)
-    return buffer.getvalue()
-
-
-PACKED = make_zip({f"wikitext-x-raw/{name}": content for name, content in SPLITS.items()})
-OTHER = PACKED[:1000] + bytes(1000) + PACKED[2000:]  # another version, of the same length
-
-
-class Fault(enum.Enum):
-    NONE = "a well-behaved server"
-    CUT = "the connection ends in the middle"
-    RESET = "the connection is reset in the middle"
-    NO_RANGE = "Range is ignored"
-    WRONG_RANGE = "206 with a range that was not asked for"
-    NOT_SATISFIABLE = "416 to any Range"
-    MISSING = "404"
-    OVERLOADED = "503"
-    LONGER = "Content-Length is larger than the file should be"
-    SHORTER = "Content-Length is smaller than the file should be"
-    ENDLESS = "no Content-Length, and more bytes than there should be"
-    UNSIZED = "no Content-Length, the right bytes"
-
-
-@dataclass
-class Script:
-    """What the server does: one fault per request, the last one for all further requests."""
-
-    faults: list[Fault] = field(default_factory=lambda: [Fault.NONE])
-    body: bytes = PACKED
-    etag: str = '"v1"'
-    honours_if_range: bool = True
-    requests: list[dict[str, str]] = field(default_factory=list)
-
-    def next_fault(self) -> Fault:
-        return self.faults.pop(0) if len(self.faults) > 1 else self.faults[0]
-
-
-class Server(ThreadingHTTPServer):
-    script: Script
-
-
-class Handler(BaseHTTPRequestHandler):
-    server: Server
-
-    def log_message(self, *_: object) -> None:
-        pass
-
-    def do_GET(self) -> None:
-        script = self.server.script
-        script.requests.append(dict(self.headers))
-        fault = script.next_fault()
-        if fault in (Fault.MISSING, Fault.OVERLOADED):
-            return self.send_error(404 if fault is Fault.MISSING else 503)
-        start, body = self._start(script, fault), script.body
-        if start and fault is Fault.NOT_SATISFIABLE:
-            return self.send_error(416)
-        length = len(body) - start
-        length += {Fault.LONGER: 10, Fault.SHORTER: -10}.get(fault, 0)
-        self.send_response(206 if start else 200)
-        if start:
-            shown = start - 1 if fault is Fault.WRONG_RANGE else start
-            self.send_header("Content-Range", f"bytes {shown}-{len(body) - 1}/{len(body)}")
-        if fault not in (Fault.ENDLESS, Fault.UNSIZED):
-            self.send_header("Content-Length", str(length))
-        if script.etag:
-            self.send_header("ETag", script.etag)
-        self.end_headers()
-        self._send(body[start:], fault)
-
-    def _start(self, script: Script, fault: Fault) -> int:
-        wanted, version = self.headers.get("Range"), self.headers.get("If-Range")
-        if wanted is None or fault is Fault.NO_RANGE:
-            return 0
-        if version is not None and script.honours_if_range and version != script.etag:
-            return 0
-        return int(wanted.removeprefix("bytes=").removesuffix("-"))
-
-    def _send(self, body: bytes, fault: Fault) -> None:
-        try:
-            if fault is Fault.ENDLESS:
-                body += bytes(100)
-            if fault in (Fault.CUT, Fault.RESET):
-                body = body[: len(body) // 2]
-            self.wfile.write(body)
-            if fault is Fault.RESET:
-                linger = struct.pack("ii", 1, 0)
-                self.connection.setsockopt(socket.SOL_SOCKET, socket.SO_LINGER, linger)
-        except OSError:
-            pass  # the client had read enough
 
 
 @pytest.fixture
@@ -166,6 +60,14 @@ def assert_complete(text: Path) -> None:
 
 def part_of(cache: Path) -> Path:
     return cache / "wikitext-x" / "wikitext-x.zip.part"
+
+
+def earlier_part(cache: Path, content: bytes) -> Path:
+    """What a process that ended in the middle of its download left behind."""
+    part = part_of(cache)
+    part.parent.mkdir(parents=True)
+    part.write_bytes(content)
+    return part
 
 
 def test_full_download_reports_progress(server: Server, tmp_path: Path) -> None:
@@ -222,18 +124,14 @@ def test_restarts_when_a_server_cannot_resume(server: Server, tmp_path: Path, fa
 def test_restarts_a_part_of_an_earlier_process(
     server: Server, tmp_path: Path, fault: Fault
 ) -> None:
-    part = part_of(tmp_path)
-    part.parent.mkdir(parents=True)
-    part.write_bytes(PACKED[:5000])
+    earlier_part(tmp_path, PACKED[:5000])
     server.script.faults = [fault, Fault.NONE]
     assert_complete(fetch(server, tmp_path))
 
 
 def test_file_changed_between_attempts(server: Server, tmp_path: Path) -> None:
     """If-Range makes the server send the new file whole instead of its second half."""
-    part = part_of(tmp_path)
-    part.parent.mkdir(parents=True)
-    part.write_bytes(OTHER[:5000])
+    part = earlier_part(tmp_path, OTHER[:5000])
     part.with_name("wikitext-x.zip.tag").write_text('"v0"')
     assert_complete(fetch(server, tmp_path))
     assert len(server.script.requests) == 1
@@ -243,9 +141,7 @@ def test_file_changed_between_attempts(server: Server, tmp_path: Path) -> None:
 def test_joined_versions_are_noticed_by_their_hash(
     server: Server, tmp_path: Path, etag: str
 ) -> None:
-    part = part_of(tmp_path)
-    part.parent.mkdir(parents=True)
-    part.write_bytes(OTHER[:5000])
+    earlier_part(tmp_path, OTHER[:5000])
     server.script.etag, server.script.honours_if_range = etag, False
     assert_complete(fetch(server, tmp_path))
     assert [request.get("Range") for request in server.script.requests] == ["bytes=5000-", None]
@@ -253,18 +149,14 @@ def test_joined_versions_are_noticed_by_their_hash(
 
 @pytest.mark.parametrize("tag", ["\x00\xff", "a\r\nX-Evil: 1", "x" * 300])
 def test_a_damaged_tag_is_not_sent(server: Server, tmp_path: Path, tag: str) -> None:
-    part = part_of(tmp_path)
-    part.parent.mkdir(parents=True)
-    part.write_bytes(PACKED[:5000])
+    part = earlier_part(tmp_path, PACKED[:5000])
     part.with_name("wikitext-x.zip.tag").write_text(tag, newline="")
     assert_complete(fetch(server, tmp_path))
     assert "If-Range" not in server.script.requests[0]
 
 
 def test_killed_before_the_rename(server: Server, tmp_path: Path) -> None:
-    part = part_of(tmp_path)
-    part.parent.mkdir(parents=True)
-    part.write_bytes(PACKED)
+    part = earlier_part(tmp_path, PACKED)
     (part.parent / "text.partial").mkdir()
     (part.parent / "text.partial" / "half").write_bytes(b"x")
     assert_complete(fetch(server, tmp_path))
@@ -272,9 +164,7 @@ def test_killed_before_the_rename(server: Server, tmp_path: Path) -> None:
 
 
 def test_part_that_is_too_long_is_dropped(server: Server, tmp_path: Path) -> None:
-    part = part_of(tmp_path)
-    part.parent.mkdir(parents=True)
-    part.write_bytes(PACKED + b"x")
+    earlier_part(tmp_path, PACKED + b"x")
     assert_complete(fetch(server, tmp_path))
 
 
@@ -380,78 +270,6 @@ def test_cache_folder_follows_xdg(monkeypatch: pytest.MonkeyPatch, tmp_path: Pat
     for ignored in ("", "relative"):
         monkeypatch.setenv("XDG_CACHE_HOME", ignored)
         assert download.cache_folder() == tmp_path / "home" / ".cache" / "blockswarm"
-
-
-# Unpacking.
-
-ONE = Archive("one", "http://x/one.zip", 0, "", (Member("a.txt", 1000),))
-
-
-def unpack_bytes(packed: bytes, tmp_path: Path, archive: Archive = ONE) -> Path:
-    (tmp_path / "one.zip").write_bytes(packed)
-    unpack(archive, tmp_path / "one.zip", tmp_path / "text")
-    return tmp_path / "text"
-
-
-def test_unpack_ignores_paths_in_the_archive(tmp_path: Path) -> None:
-    inner = tmp_path / "inner"
-    inner.mkdir()
-    packed = make_zip({"../../a.txt": b"hello", "/etc/evil": b"no", "../evil": b"no"})
-    text = unpack_bytes(packed, inner)
-    assert sorted(path.name for path in text.iterdir()) == ["a.txt", download.RECEIPT]
-    assert sorted(path.name for path in tmp_path.rglob("*")) == sorted(
-        ["inner", "one.zip", "text", "a.txt", download.RECEIPT]
-    )
-
-
-@pytest.mark.parametrize(
-    ("packed", "says"),
-    [
-        (make_zip({"a.txt": bytes(10_000_000)}, zipfile.ZIP_DEFLATED), "more than 1000 bytes"),
-        (make_zip({"b.txt": b""}), "0 times"),
-        (make_zip({"x/a.txt": b"1", "y/a.txt": b"2"}), "2 times"),
-        (make_zip({"a.txt": b"1"}, zipfile.ZIP_LZMA), "compressed in a way"),
-        (make_zip({"a.txt": b"hello"}).replace(b"hello", b"jello", 1), "CRC"),
-        (b"", "not a usable zip"),
-        (b"<html>log in</html>", "not a usable zip"),
-        (make_zip({"a.txt": b"hello"})[:-10], "not a usable zip"),
-    ],
-    ids=["bomb", "missing", "twice", "method", "crc", "empty", "html", "truncated"],
-)
-def test_unpack_refuses(tmp_path: Path, packed: bytes, says: str) -> None:
-    with pytest.raises(DataError, match=says):
-        unpack_bytes(packed, tmp_path)
-    assert [path.name for path in tmp_path.iterdir()] == ["one.zip"]
-
-
-def test_unpack_checks_a_member_that_has_a_hash(tmp_path: Path) -> None:
-    archive = replace(ONE, members=(Member("a.txt", 1000, hashlib.sha256(b"hello").hexdigest()),))
-    with pytest.raises(DataError, match="not the original"):
-        unpack_bytes(make_zip({"a.txt": b"jello"}), tmp_path, archive)
-    assert (unpack_bytes(make_zip({"a.txt": b"hello"}), tmp_path, archive) / "a.txt").exists()
-
-
-@settings(max_examples=200, suppress_health_check=[HealthCheck.function_scoped_fixture])
-@given(
-    edits=st.lists(st.tuples(st.integers(0, 400), st.integers(0, 255)), min_size=1, max_size=8),
-    keep=st.integers(0, 400),
-)
-def test_unpack_of_damaged_archives_never_crashes(
-    tmp_path: Path, edits: list[tuple[int, int]], keep: int
-) -> None:
-    packed = bytearray(make_zip({"x/a.txt": b"hello" * 20}, zipfile.ZIP_DEFLATED))
-    for offset, value in edits:
-        packed[offset % len(packed)] = value
-    if keep < 300:
-        packed = packed[: max(keep, 1)] if keep % 3 == 0 else packed
-    try:
-        text = unpack_bytes(bytes(packed), tmp_path)
-    except DataError:
-        return
-    assert (text / "a.txt").read_bytes() == b"hello" * 20
-    for path in text.iterdir():
-        path.unlink()
-    text.rmdir()
 
 
 @pytest.mark.parametrize("archive", [download.WIKITEXT_2, download.WIKITEXT_103])

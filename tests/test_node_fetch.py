@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+from collections.abc import Callable
 from dataclasses import replace
 from pathlib import Path
 
@@ -35,7 +36,7 @@ async def catch_up(donors: Donors, names: list[str], mine: Chain, target: bytes)
     return await consensus_at(fetcher, names, mine.log, mine.consensus, remote.entries, pins)
 
 
-def spoiled(kind: str) -> dict[str, object]:
+def spoiled(kind: str) -> dict[str, Callable[[Message, bytes], bytes]]:
     def spoil(request: Message, payload: bytes) -> bytes:
         if type(request).__name__ != kind or not payload:
             return payload
@@ -92,7 +93,7 @@ def test_a_poisoned_donor_is_dropped_and_the_next_one_asked(chain: Chain, kind: 
     first = chain.fork(1)
     chain.grow(14)
     donors = Donors(bad=chain, good=chain)
-    donors.spoil = spoiled(kind)  # type: ignore[assignment]
+    donors.spoil = spoiled(kind)
     result = run(catch_up(donors, ["bad", "good"], first, chain.log.head.digest))
     assert np.array_equal(result.weights, chain.consensus.weights)
 

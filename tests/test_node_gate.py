@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import asyncio
 import random
+from collections.abc import Awaitable, Callable
 from contextlib import ExitStack
 
 import pytest
@@ -82,7 +83,7 @@ def test_a_busy_peer_is_never_asked_too_early(retry_after_s: float, seed: int) -
     assert retry_after_s <= wait_s <= 1.5 * retry_after_s
 
 
-def calls(*outcomes: WireError | str) -> tuple[list[int], object]:
+def calls(*outcomes: WireError | str) -> tuple[list[int], Callable[[], Awaitable[str]]]:
     left, made = list(outcomes), [0]
 
     async def call() -> str:
@@ -101,14 +102,14 @@ def calls(*outcomes: WireError | str) -> tuple[list[int], object]:
 def test_what_may_pass_is_tried_again(error: WireError) -> None:
     made, call = calls(error, error, "done")
     quick = Backoff(first_s=0.001, most_s=0.002)
-    result = asyncio.run(with_backoff(call, Deadline.after(5.0), random.Random(0), quick))  # type: ignore[arg-type]
+    result = asyncio.run(with_backoff(call, Deadline.after(5.0), random.Random(0), quick))
     assert result == "done" and made == [3]
 
 
 def test_what_is_final_is_not_tried_again() -> None:
     made, call = calls(DigestMismatch("x"), "never")
     with pytest.raises(DigestMismatch):
-        asyncio.run(with_backoff(call, Deadline.after(5.0), random.Random(0)))  # type: ignore[arg-type]
+        asyncio.run(with_backoff(call, Deadline.after(5.0), random.Random(0)))
     assert made == [1]
 
 
@@ -117,7 +118,7 @@ def test_the_deadline_ends_it_without_a_last_wait() -> None:
     made, call = calls(Busy(30.0), "never")
 
     async def main() -> None:
-        await with_backoff(call, Deadline(110.0, clock=clock), random.Random(0))  # type: ignore[arg-type]
+        await with_backoff(call, Deadline(110.0, clock=clock), random.Random(0))
 
     with pytest.raises(Busy):
         asyncio.run(main())

@@ -30,7 +30,7 @@ class Wire:
         self.written: list[tuple[float, int]] = []
 
     async def read(self, max_bytes: int, timeout_s: float) -> bytes:
-        await asyncio.sleep(0)
+        await asyncio.sleep(0)  # others have a turn, as on a network
         return bytes(max_bytes)
 
     async def write(self, data: Any, timeout_s: float) -> None:
@@ -51,7 +51,7 @@ def test_bulk_is_sent_at_the_rate_and_a_small_message_passes_it() -> None:
         began_s = loop.time()
         streams = [PacedStream(wire, up, None) for _ in range(3)]
         bulk = asyncio.gather(*(s.write(bytes(200_000), 10.0) for s in streams))
-        await asyncio.sleep(1.0)
+        await asyncio.sleep(1.0)  # of virtual time: in the middle of it
         asked_s = loop.time()
         await PacedStream(wire, up, None).write(b"a vote" * 100, 1.0)
         assert loop.time() == asked_s

@@ -8,6 +8,7 @@ import math
 from collections.abc import Iterable
 from dataclasses import replace
 from html.parser import HTMLParser
+from typing import Any
 
 import pytest
 from hypothesis import given
@@ -33,7 +34,7 @@ from swarm.events import (
 SCALE = Scale("tiny", step_bytes=100, steps_per_round=10)
 
 
-def closed(peer: str = "a", number: int = 1, **changes: object) -> RoundEvent:
+def closed(peer: str = "a", number: int = 1, **changes: Any) -> RoundEvent:
     event = RoundEvent(
         time_s=1000.0 + 10 * number,
         peer=peer,
@@ -55,7 +56,7 @@ def closed(peer: str = "a", number: int = 1, **changes: object) -> RoundEvent:
         traffic=(Traffic("update", 100, 100),),
         steps=10,
     )
-    return replace(event, **changes)  # type: ignore[arg-type]
+    return replace(event, **changes)
 
 
 def made(*events: LogEvent, scale: Scale | None = SCALE) -> RunReport:

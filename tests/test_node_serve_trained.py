@@ -2,7 +2,9 @@
 
 from __future__ import annotations
 
+from functools import partial
 from pathlib import Path
+from typing import Any
 
 import pytest
 from conftest import MakeModel, MakeRun
@@ -53,7 +55,7 @@ def test_a_consensus_is_served_until_the_budget_is_spent(
                     module = model.blocks[0]
                     assert module is not None
                     trained.offer(0, number - 1, to_fixed(flat_weights(module)) + 3 - number)
-                    await until(lambda number=number: number in rounds_of(trained))  # type: ignore[misc]
+                    await until(partial(serves, trained, number))
                 assert rounds_of(trained) == [2, 3]  # it keeps two
                 expected = bytes(generate(model.without(1), b"abc", 9, GREEDY))
                 assert await written(client, 9) == expected
@@ -73,6 +75,10 @@ def test_a_consensus_is_served_until_the_budget_is_spent(
                 await trained.stop()
 
     run(main())
+
+
+def serves(trained: TrainedServer, number: int) -> bool:
+    return number in rounds_of(trained)
 
 
 def rounds_of(trained: TrainedServer) -> list[int]:
@@ -102,9 +108,9 @@ def test_versions_come_faster_than_they_are_built(tmp_path: Path, tiny_run: Make
 
 def test_edm_is_not_served_and_that_is_said(tiny_run: MakeRun) -> None:
     said: list[str] = []
-    network: object = None
+    network: Any = None  # not so much as looked at
     spec = tiny_run(objective="edm", coupling="independent")
-    assert trained_server(network, b"", spec, 1, said.append) is None  # type: ignore[arg-type]
+    assert trained_server(network, b"", spec, 1, said.append) is None
     assert len(said) == 1 and "edm" in said[0]
 
 

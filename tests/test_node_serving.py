@@ -11,11 +11,10 @@ from typing import Any
 
 import numpy as np
 import pytest
-from conftest import MakeModel, MakeRun
 from loopback import _no_daemon_left, node, run, until  # noqa: F401
-from serving_swarm import GREEDY, Swarm, idle, local, swarm, written  # noqa: F401
+from serving_swarm import GREEDY, idle, local, swarm, written, written_together
 
-from node import serving
+from node import serving, sweep_queue
 from node.serve_host import serve_weights
 from node.serving import BlockServer
 from node.sweep_client import NobodyServes, SweepClient
@@ -29,16 +28,6 @@ from swarm.generate import Sampling
 from swarm.writer import Ask
 
 PROMPTS = [b"a", b"blocks", b"", b"the swarm serves", bytes(range(30))]
-
-
-@pytest.fixture
-def relay_model(tiny_run: MakeRun, tiny_model: MakeModel) -> ComposedModel:
-    return tiny_model(tiny_run(coupling="look_ahead"), weights=(2.0, 0.0, 1.0), temperature=0.8)
-
-
-@pytest.fixture
-def mean_model(tiny_run: MakeRun, tiny_model: MakeModel) -> ComposedModel:
-    return tiny_model(tiny_run(coupling="independent"))
 
 
 @pytest.mark.parametrize("kind", ["relay", "mean"])
@@ -116,8 +105,7 @@ def test_a_host_that_dies_is_gone_around(tmp_path: Path, relay_model: ComposedMo
             client = await s.client(hop_min_s=1.0)
             expected = local(relay_model, b"abc", 13)
             assert (await written(client, b"abc", 13, draft_length=4))[0] == expected
-            first = await client.route((), {})
-            used = "b" if first.hops[1].peers[0] == s.hosts["b"].peer_id else "d"
+            used = await s.chosen(client, block=1)
             await s.hosts[used].stop()
             text, figures = await written(client, b"abc", 13, draft_length=4)
             assert text == expected and figures.missing == ()
@@ -135,15 +123,12 @@ def test_a_host_that_stalls_in_mid_sweep_is_gone_around(
     async def main() -> None:
         async with swarm(tmp_path, relay_model, "abc-d") as s:
             client = await s.client(hop_min_s=1.0)
-            route = await client.route((), {})
-            used = "b" if route.hops[1].peers[0] == s.hosts["b"].peer_id else "d"
-            worker = s.servers[used]._worker
-            assert worker is not None
-            worker.cancel()
+            used = await s.chosen(client, block=1)
+            s.halt(used)
             text, figures = await written(client, b"abc", 9, drafts=2)
             assert len(text) == 9 and figures.missing == ()
             assert s.hosts[used].peer_id not in figures.path
-            assert s.servers[used]._waiting  # it did take the sweep, and has it still
+            assert s.servers[used].queue.waiting  # it did take the sweep, and has it still
 
     run(main())
 
@@ -247,13 +232,10 @@ def test_a_host_that_dies_with_the_sweep_in_its_hands(
     async def main() -> None:
         async with swarm(tmp_path, relay_model, "abc-d") as s:
             client = await s.client(hop_min_s=12.0)
-            route = await client.route((), {})
-            used = "b" if route.hops[1].peers[0] == s.hosts["b"].peer_id else "d"
-            worker = s.servers[used]._worker
-            assert worker is not None
-            worker.cancel()
+            used = await s.chosen(client, block=1)
+            s.halt(used)
             writing = asyncio.create_task(written(client, b"abc", 9, drafts=2))
-            await until(lambda: bool(s.servers[used]._waiting))
+            await until(lambda: bool(s.servers[used].queue.waiting))
             await s.hosts[used].stop()
             began_s = time.monotonic()
             text, figures = await writing
@@ -267,24 +249,19 @@ def test_waiting_sweeps_of_one_shape_go_together(
     tmp_path: Path, relay_model: ComposedModel, monkeypatch: pytest.MonkeyPatch
 ) -> None:
     sizes: list[int] = []
-    honest = serving.compute_parts
+    honest = sweep_queue.compute_parts
 
     def counted(block: Any, work: Any, parts: int) -> Any:
         sizes.append(len(work))
         return honest(block, work, parts)
 
-    monkeypatch.setattr(serving, "compute_parts", counted)
+    monkeypatch.setattr(sweep_queue, "compute_parts", counted)
 
     async def main() -> None:
         async with swarm(tmp_path, relay_model) as s:
-            client, server = await s.client(), s.servers["a"]
-            assert server._worker is not None
-            server._worker.cancel()
+            client = await s.client()
             orders = [written(client, bytes([n]), 5, Sampling(1.0, seed=n)) for n in range(3)]
-            writing = asyncio.gather(*orders)
-            await until(lambda: len(server._waiting) == 3)
-            server._worker = asyncio.create_task(server._work())
-            await writing
+            await written_together(s, "a", orders)
             assert sizes == [3]
 
     run(main())
@@ -295,24 +272,19 @@ def test_waiting_sessions_of_one_shape_go_together(
 ) -> None:
     """With caches too, and the texts are what each would have got alone."""
     sizes: list[int] = []
-    honest = serving.compute
+    honest = sweep_queue.compute
 
     def counted(block: Any, work: Any, sessions: Any) -> Any:
         sizes.append(len(sessions))
         return honest(block, work, sessions)
 
-    monkeypatch.setattr(serving, "compute", counted)
+    monkeypatch.setattr(sweep_queue, "compute", counted)
 
     async def main() -> None:
         async with swarm(tmp_path, relay_model) as s:
-            client, server = await s.client(), s.servers["a"]
-            assert server._worker is not None
-            server._worker.cancel()
+            client = await s.client()
             orders = [written(client, bytes([n, n]), 9, draft_length=3) for n in range(5)]
-            writing = asyncio.gather(*orders)
-            await until(lambda: len(server._waiting) == 5)
-            server._worker = asyncio.create_task(server._work())
-            for n, (text, figures) in enumerate(await writing):
+            for n, (text, figures) in enumerate(await written_together(s, "a", orders)):
                 assert text == local(relay_model, bytes([n, n]), 9)
                 assert figures.missing == () and not figures.troubles, figures.troubles
             assert sizes[0] == 5
@@ -344,15 +316,15 @@ def test_a_client_that_goes_away_leaves_nothing(tmp_path: Path, relay_model: Com
             output = Output(client, Order(b"abc", 60, GREEDY, draft_length=1))
             pieces = output.write()
             await anext(pieces)
-            writing = asyncio.create_task(anext(pieces))  # type: ignore[arg-type]
-            await asyncio.sleep(0)
+            writing = asyncio.ensure_future(anext(pieces))
+            await asyncio.sleep(0)  # one turn: it has asked for more
             writing.cancel()
             await asyncio.gather(writing, return_exceptions=True)
             await client.network.stop()
-            for server in s.servers.values():
-                await until(lambda server=server: not server.sessions, 30)  # type: ignore[misc]
-                await until(lambda server=server: not server._jobs, 30)  # type: ignore[misc]
-                assert server._held_bytes == 0 and not server._carrying
+            servers = s.servers.values()
+            await until(lambda: not any(server.sessions for server in servers), 30)
+            await until(lambda: not any(server.queue.jobs for server in servers), 30)
+            assert not any(server.queue.held_bytes or server.queue.tasks for server in servers)
 
     run(main())
 

@@ -200,12 +200,12 @@ def test_a_host_that_sends_garbage_is_gone_around(
             liar = route.hops[0].peers[0]
             honest = sweep_carry.Carrier.carry
 
-            async def lying(self: sweep_carry.Carrier, job: object, passage: object) -> None:
+            async def lying(self: sweep_carry.Carrier, job: Any, passage: Any) -> None:
                 if self.network.peer_id == liar:
-                    found = passage.denoised  # type: ignore[attr-defined]
+                    found = passage.denoised
                     bad = replace(found, z=found.z * float("nan"))
-                    passage = replace(passage, denoised=bad)  # type: ignore[type-var]
-                await honest(self, job, passage)  # type: ignore[arg-type]
+                    passage = replace(passage, denoised=bad)
+                await honest(self, job, passage)
 
             monkeypatch.setattr(sweep_carry.Carrier, "carry", lying)
             text, figures = await written(client, b"abc", 9, GREEDY, joint=True)

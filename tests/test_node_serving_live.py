@@ -10,6 +10,7 @@ import random
 import signal
 import sys
 from collections.abc import AsyncIterator
+from functools import partial
 from pathlib import Path
 from typing import Any
 
@@ -52,7 +53,7 @@ def test_a_swarm_that_trains_answers(tmp_path: Path) -> None:
         for host in (seed, other):
             now = host.events("round")[-1]["consensus_round"]
             host.until_round(now + 1, LIMIT_S)
-            assert host.until(lambda host=host: served_bytes(host), LIMIT_S) > 0  # type: ignore[misc]
+            assert host.until(partial(served_bytes, host), LIMIT_S) > 0
 
 
 def generated(swarm: LiveSwarm, address: str, *options: str) -> dict[str, Any]:

@@ -6,24 +6,16 @@ import os
 import signal
 import subprocess
 import sys
-import time
-from collections.abc import Callable, Iterator
-from pathlib import Path
+from collections.abc import Iterator
 
 import numpy as np
 import pytest
+from processes import alive, comes_true
 
 from node import spare_process
 from node.trainer_process import shared_bytes, shared_weights
 
 LIMIT_S = 90.0
-
-
-def until(condition: Callable[[], bool]) -> None:
-    end_s = time.monotonic() + LIMIT_S
-    while not condition():
-        assert time.monotonic() < end_s
-        time.sleep(0.05)
 
 
 @pytest.fixture(autouse=True)
@@ -88,11 +80,4 @@ def test_a_spare_ends_with_its_killed_owner() -> None:
     owner.kill()
     owner.wait()
     owner.stdout.close()
-    until(lambda: not Path(f"/proc/{pid}").exists() or _is_zombie(pid))
-
-
-def _is_zombie(pid: int) -> bool:
-    try:
-        return Path(f"/proc/{pid}/stat").read_text().rpartition(")")[2].split()[0] == "Z"
-    except OSError:
-        return True
+    assert comes_true(lambda: not alive(pid), LIMIT_S)

@@ -11,7 +11,7 @@ from typing import Any
 import numpy as np
 import pytest
 import torch
-from conftest import MakeModel, MakeRun
+from conftest import MakeRun
 from loopback import _no_daemon_left, run, until  # noqa: F401
 from serving_swarm import idle, swarm, written
 
@@ -46,11 +46,6 @@ SWEEP = Sweep(
     client=PEER,
 )
 CLOSE = 1e-5
-
-
-@pytest.fixture
-def relay_model(tiny_run: MakeRun, tiny_model: MakeModel) -> ComposedModel:
-    return tiny_model(tiny_run(coupling="look_ahead"), weights=(2.0, 0.0, 1.0), temperature=0.8)
 
 
 @pytest.fixture
@@ -95,19 +90,22 @@ def test_only_the_first_part_brings_the_context() -> None:
     for part in range(3):
         sweep = replace(SWEEP, place=1, block=1, part=part, hidden=1)
         length, context = len(sweep.stretch), 0 if part else 3
+        drafts = rng.integers(0, 256, (2, length), dtype=np.uint8)
+        hidden_drafts = rng.normal(size=(2, length, width)).astype(np.float32)
         parcel = Parcel(
             rng.integers(0, 256, context, dtype=np.uint8),
-            rng.integers(0, 256, (2, length), dtype=np.uint8),
+            drafts,
             np.full(2, -3.0, np.float32),
             rng.normal(size=(context, width)).astype(np.float32),
-            rng.normal(size=(2, length, width)).astype(np.float32),
+            hidden_drafts,
         )
         data = pack_parcel(sweep, width, parcel)
         assert len(data) == parcel_bytes(sweep, width)
         assert len(data) == context + 2 * length + 8 + (context + 2 * length) * (2 + 3)
         found = unpack_parcel(sweep, width, data)
-        assert found.context.shape == (context,) and np.array_equal(found.drafts, parcel.drafts)  # type: ignore[arg-type]
-        assert np.allclose(found.hidden_drafts, parcel.hidden_drafts, atol=0.5)  # type: ignore[arg-type]
+        assert found.drafts is not None and found.hidden_drafts is not None
+        assert found.context.shape == (context,) and np.array_equal(found.drafts, drafts)
+        assert np.allclose(found.hidden_drafts, hidden_drafts, atol=0.5)
 
 
 # What is computed.
@@ -161,8 +159,10 @@ def test_parts_make_what_one_piece_makes(relay_model: ComposedModel) -> None:
     for one, other in zip(swept(relay_model, texts, 1), swept(relay_model, texts, 3), strict=True):
         whole, parted = one.result(), other.result()
         assert np.array_equal(whole.drafts, parted.drafts)
-        assert np.allclose(whole.drafted, parted.drafted, atol=1e-4)  # type: ignore[arg-type]
-        assert np.allclose(whole.scores, parted.scores, atol=CLOSE)  # type: ignore[arg-type]
+        assert whole.drafted is not None and parted.drafted is not None
+        assert np.allclose(whole.drafted, parted.drafted, atol=1e-4)
+        assert whole.scores is not None and parted.scores is not None
+        assert np.allclose(whole.scores, parted.scores, atol=CLOSE)
 
 
 # What is kept between the parts.
@@ -226,13 +226,10 @@ def test_a_host_that_dies_in_the_middle_of_the_parts(
     async def main() -> None:
         async with swarm(tmp_path, relay_model, "abc-d") as s:
             client = await s.client(hop_min_s=12.0)
-            route = await client.route((), {})
-            used = "b" if route.hops[1].peers[0] == s.hosts["b"].peer_id else "d"
-            worker = s.servers[used]._worker
-            assert worker is not None
-            worker.cancel()
+            used = await s.chosen(client, block=1)
+            s.halt(used)
             writing = asyncio.create_task(written(client, b"abc", 9, drafts=2))
-            await until(lambda: bool(s.servers[used]._waiting))
+            await until(lambda: bool(s.servers[used].queue.waiting))
             await s.hosts[used].stop()
             text, figures = await writing
             assert len(text) == 9 and figures.missing == () and figures.failures > 0

@@ -71,7 +71,7 @@ def test_who_goes_away_in_the_middle_of_a_frame_does_not_end_the_stream_of_other
         await ours.writing.wait()
         waits = asyncio.create_task(asked(stream, 2))  # for its turn, and goes away, too
         stays = asyncio.create_task(asked(stream, 3))
-        await asyncio.sleep(0)
+        await asyncio.sleep(0)  # one turn: both wait behind the frame that is being sent
         leaves.cancel()
         waits.cancel()
         for gone in (leaves, waits):

@@ -17,7 +17,7 @@ import pytest
 from node.data import load_corpus
 from node.trainer import Trainer, TrainerError
 from node.trainer_process import TrainerSettings, followed_blocks
-from swarm.flat import initial_flat
+from swarm.flat import Change, initial_flat
 from swarm.run import ModelShape, Run, Training
 
 SHAPE = ModelShape(blocks=3, layers=1, width=16, heads=2, context=16)
@@ -74,7 +74,13 @@ def test_trains_exactly_its_budget_and_takes_corrections(text: str) -> None:
             assert heard.progress[-1]["steps"] == 5
             assert not np.array_equal(trained, start)
             change = np.full_like(start, 0.25)
-            await trainer.correct(change)
+            await trainer.correct([Change(None, change)])
+            assert np.array_equal(await trainer.snapshot(), trained + change)
+            some = np.array([0, 7, len(start) - 1])
+            changes = [Change(some, change[some]), Change(some[1:], change[some[1:]])]
+            await trainer.correct(changes)
+            for sparse in changes:
+                sparse.add_to(trained)
             assert np.array_equal(await trainer.snapshot(), trained + change)
             await trainer.replace(start)
             assert np.array_equal(await trainer.snapshot(), start)

@@ -166,6 +166,7 @@ def test_every_fault_of_a_peer_is_its_own_error(tmp_path: Path) -> None:
                 else:
                     await done.wait()
 
+            # In the method's place, which mypy forbids: a peer that does not speak our protocol.
             b.service.on_stream = raw  # type: ignore[method-assign,assignment]
             for name, (answer, ends, error) in FAULTS.items():
                 done.clear()
@@ -336,7 +337,7 @@ def test_a_busy_peer_says_so_and_is_asked_again_later(tmp_path: Path) -> None:
                 second = asyncio.create_task(
                     b.request_patiently(a.peer_id, UPDATE, messages.UpdateReply, 30.0)
                 )
-                await asyncio.sleep(0)
+                await asyncio.sleep(0)  # one turn: it has begun to ask
                 go_on.set()
                 assert (await first).payload == (await second).payload == b"done"
 

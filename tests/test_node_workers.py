@@ -146,7 +146,7 @@ async def until(condition: Callable[[], bool], task: asyncio.Task[None]) -> None
             if task.done():
                 task.result()
                 raise AssertionError("the supervisor has ended")
-            await asyncio.sleep(0.02)
+            await asyncio.sleep(0.02)  # between two looks
 
 
 async def ended(task: asyncio.Task[None]) -> float:

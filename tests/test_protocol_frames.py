@@ -6,12 +6,12 @@ import asyncio
 import contextlib
 import socket
 import tracemalloc
-from collections.abc import Coroutine
-from typing import Any, TypeVar
+from typing import Any
 
 import pytest
 from hypothesis import given
 from hypothesis import strategies as st
+from loopless import BytesStream, run
 
 from protocol.errors import WireError
 from protocol.frames import (
@@ -36,50 +36,14 @@ from protocol.frames import (
 from protocol.limits import CHUNK_BYTES, HEADER_MAX_BYTES, KIND_LIMITS, Kind
 from protocol.version import PROTOCOL_MAJOR, PROTOCOL_MINOR
 
-T = TypeVar("T")
-
-
-def run(coroutine: Coroutine[Any, Any, T]) -> T:
-    """Drive a coroutine that never really waits: no event loop at all."""
-    try:
-        coroutine.send(None)
-    except StopIteration as stop:
-        return stop.value  # type: ignore[no-any-return]
-    raise AssertionError("awaited something other than the stream")
-
-
-class MemoryStream:
-    """What was written can be read, in pieces of at most `piece`."""
-
-    def __init__(self, data: bytes = b"", piece: int = 1 << 30) -> None:
-        self.data = bytearray(data)
-        self.at = 0
-        self.piece = piece
-        self.largest_write = 0
-        self.largest_ask = 0
-        self.ended = ""
-
-    async def read(self, max_bytes: int, timeout_s: float) -> bytes:
-        assert timeout_s > 0
-        self.largest_ask = max(self.largest_ask, max_bytes)
-        chunk = bytes(self.data[self.at : self.at + min(max_bytes, self.piece)])
-        self.at += len(chunk)
-        return chunk
-
-    async def write(self, data: BytesLike, timeout_s: float) -> None:
-        assert timeout_s > 0
-        self.largest_write = max(self.largest_write, len(data))
-        self.data += data
-
-    async def close(self) -> None:
-        self.ended = "closed"
-
-    def abort(self) -> None:
-        self.ended = "aborted"
-
 
 def channel(data: bytes = b"", piece: int = 1 << 30) -> Channel:
-    return Channel(MemoryStream(data, piece), Deadline.after(60))
+    return Channel(BytesStream(data, piece), Deadline.after(60))
+
+
+def stream_of(channel: Channel) -> BytesStream:
+    assert isinstance(channel.stream, BytesStream)
+    return channel.stream
 
 
 def frame(kind: Kind = Kind.UPDATE_REPLY, header: bytes = b"\x80", payload: bytes = b"") -> bytes:
@@ -100,7 +64,7 @@ async def receive(channel: Channel, expected: bytes | None = None) -> bytes:
 def test_round_trip_in_any_pieces(header: bytes, payload: bytes, piece: int) -> None:
     sender = channel()
     digest = run(sender.send(Kind.UPDATE_REPLY, header, payload))
-    wire = bytes(sender.stream.data)  # type: ignore[attr-defined]
+    wire = bytes(stream_of(sender).data)
     assert wire == frame(header=header, payload=payload)
     receiver = channel(wire, piece)
     head = run(receiver.receive_head())
@@ -119,9 +83,9 @@ def test_chunk_boundaries_and_iterators(size: int) -> None:
     thirds = (payload[: size // 3], bytearray(), payload[size // 3 :])
     run(parts.send(Kind.UPDATE_REPLY, b"", Chunks(size, iter(thirds))))
     for sent in (whole, parts):
-        wire = bytes(sent.stream.data)  # type: ignore[attr-defined]
+        wire = bytes(stream_of(sent).data)
         assert wire == frame(header=b"", payload=payload)
-        assert sent.stream.largest_write <= CHUNK_BYTES  # type: ignore[attr-defined]
+        assert stream_of(sent).largest_write <= CHUNK_BYTES
 
 
 @pytest.mark.parametrize("size", [9, 11])
@@ -215,7 +179,7 @@ def test_our_own_side_keeps_the_limits() -> None:
         run(sender.send(Kind.PING, b"", b"x"))
     with pytest.raises(Oversize):
         run(sender.send(Kind.PING, bytes(HEADER_MAX_BYTES + 1)))
-    assert not sender.stream.data  # type: ignore[attr-defined]
+    assert not stream_of(sender).data
 
 
 def test_an_announced_size_allocates_nothing() -> None:
@@ -228,14 +192,14 @@ def test_an_announced_size_allocates_nothing() -> None:
     peak = tracemalloc.get_traced_memory()[1]
     tracemalloc.stop()
     assert peak < 100_000
-    assert receiver.stream.largest_ask <= CHUNK_BYTES  # type: ignore[attr-defined]
+    assert stream_of(receiver).largest_ask <= CHUNK_BYTES
 
 
 def test_a_sink_keeps_memory_flat() -> None:
     size = 64 << 20
     chunk = bytes(CHUNK_BYTES)
 
-    class Endless(MemoryStream):
+    class Endless(BytesStream):
         async def read(self, max_bytes: int, timeout_s: float) -> bytes:
             if self.at < len(self.data):
                 return await super().read(max_bytes, timeout_s)
@@ -273,7 +237,7 @@ def test_deadline_is_the_smaller_of_stall_and_rest() -> None:
 def test_a_slow_drip_meets_the_deadline() -> None:
     now = 0.0
 
-    class Drip(MemoryStream):
+    class Drip(BytesStream):
         async def read(self, max_bytes: int, timeout_s: float) -> bytes:
             nonlocal now
             now += 9.0  # always within the stall time
@@ -296,12 +260,12 @@ def test_the_context_closes_or_aborts() -> None:
         run(use(bad, Truncated("")))
     with pytest.raises(asyncio.CancelledError):
         run(use(cancelled, asyncio.CancelledError()))
-    ended = [c.stream.ended for c in (good, bad, cancelled)]  # type: ignore[attr-defined]
+    ended = [stream_of(c).ended for c in (good, bad, cancelled)]
     assert ended == ["closed", "aborted", "aborted"]
 
 
 def test_a_transport_that_returns_too_much_is_noticed() -> None:
-    class Greedy(MemoryStream):
+    class Greedy(BytesStream):
         async def read(self, max_bytes: int, timeout_s: float) -> bytes:
             return bytes(max_bytes + 1)
 
@@ -355,7 +319,7 @@ def test_under_asyncio_with_real_sockets() -> None:
 
 
 def test_under_trio_with_real_sockets() -> None:
-    trio = pytest.importorskip("trio")
+    trio = pytest.importorskip("trio")  # py-libp2p brings it, in the extra `light`
 
     class TrioStream:
         def __init__(self, stream: Any) -> None:

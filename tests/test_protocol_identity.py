@@ -62,7 +62,7 @@ def test_peer_id_text_round_trip(public_key: bytes) -> None:
 
 
 def test_base58_agrees_with_the_library() -> None:
-    base58 = pytest.importorskip("base58")
+    base58 = pytest.importorskip("base58")  # hivemind and py-libp2p bring it; we have our own
     for _ in range(20):
         peer_id = generate().peer_id
         assert peer_text(peer_id) == base58.b58encode(peer_id).decode()

@@ -6,6 +6,7 @@ import dataclasses
 from typing import Any
 
 import pytest
+from message_examples import DIGEST, EXAMPLES, RUN
 
 from protocol import frames, messages, packing
 from protocol.errors import WireError
@@ -18,34 +19,18 @@ from protocol.limits import (
     Kind,
 )
 from protocol.messages import (
-    AggregateReply,
-    AggregateRequest,
-    Announce,
-    AnnounceReply,
     BusyReply,
-    DialBack,
-    DialBackReply,
     ErrorCode,
     ErrorReply,
     Hello,
-    HelloReply,
-    IndexReply,
-    IndexRequest,
     LogReply,
     LogRequest,
     Message,
-    PeersReply,
     PeersRequest,
     Ping,
     Pong,
     Purpose,
-    RunReply,
-    RunRequest,
-    ShardReply,
-    ShardRequest,
-    UpdateReply,
     UpdateRequest,
-    VoteReply,
     VoteRequest,
     decode,
     error_reply,
@@ -54,45 +39,6 @@ from protocol.messages import (
 )
 from protocol.packing import Malformed, pack
 from protocol.records import RecordExpired
-
-RUN, DIGEST = b"r" * 32, b"d" * 32
-
-EXAMPLES: list[Message] = [
-    Hello(),
-    Hello(run=RUN, agent="blockswarm 0.1.0"),
-    HelloReply(run=RUN, role=3, round=7, now_s=1.8e9, blocks=(0, 2), agent="x"),
-    RunRequest(run=RUN),
-    RunReply(run=RUN),
-    PeersRequest(run=RUN, block=65535),
-    PeersRequest(run=RUN, block=1, cap=10),
-    PeersReply(count=3),
-    UpdateRequest(run=RUN, block=1, round=9, digest=DIGEST),
-    UpdateRequest(run=RUN, block=1, round=9, digest=DIGEST, purpose=int(Purpose.REPAIR)),
-    UpdateReply(block=1, round=9),
-    VoteRequest(run=RUN, block=1, round=9, vote=b"v" * 200),
-    VoteReply(count=16),
-    IndexRequest(run=RUN, block=1, digest=DIGEST),
-    IndexReply(size_bytes=10**9, shards=120),
-    ShardRequest(run=RUN, block=1, digest=DIGEST, shard=119, purpose=int(Purpose.ASSEMBLY)),
-    ShardReply(shard=119),
-    AggregateRequest(run=RUN, block=1, round=9, digest=DIGEST),
-    AggregateReply(block=1, round=9),
-    LogRequest(run=RUN, block=1),
-    LogRequest(run=RUN, block=1, since=DIGEST, purpose=int(Purpose.RELAY)),
-    LogReply(block=1, head_round=0, consensus=DIGEST, count=1),
-    LogReply(block=1, head_round=9, consensus=DIGEST, count=4, pins=(b"p" * 72, b"q" * 72)),
-    Ping(nonce=b"abc"),
-    Pong(nonce=b"abc", now_s=1.8e9, transfers=2),
-    DialBack(run=RUN, port=31337),
-    DialBackReply(outcome=0),
-    DialBackReply(outcome=3, observed="203.0.113.7"),
-    Announce(
-        run=RUN, block=1, key=b"k" * 20, subkey=b"s" * 40, value=b"v" * 512, expiration_s=1.8e9
-    ),
-    AnnounceReply(count=16),
-    BusyReply(retry_after_s=2.5),
-    ErrorReply(code=int(ErrorCode.NOT_FOUND), reason="not here"),
-]
 
 
 def head(kind: Kind, header: bytes) -> Head:

@@ -14,8 +14,8 @@ from typing import Any
 
 import numpy as np
 import pytest
-from test_protocol_frames import MemoryStream, run
-from test_protocol_messages import EXAMPLES
+from loopless import BytesStream, run
+from message_examples import EXAMPLES
 
 from protocol import errors, frames, packing, payloads, records
 from protocol import identity as identities
@@ -102,12 +102,12 @@ def refused_frames() -> dict[str, bytes]:
 def refused_records() -> list[dict[str, Any]]:
     good = records.seal(OWNER, RECORDS[1], NOW_S + 300)
     thief = Identity(bytes(32))
-    cases: list[tuple[str, bytes, bytes, bytes, float]] = []
+    cases: list[tuple[Any, ...]] = []
 
     def case(error: str, **changes: Any) -> None:
         fields = {"key": good.key, "subkey": good.subkey, "value": good.value}
         fields |= {"expiration_s": good.expiration_s} | changes
-        cases.append((error, *fields.values()))  # type: ignore[arg-type]
+        cases.append((error, *fields.values()))
 
     body = records.body_of(good.value)
     stolen = records.sign_body(thief, good.key, good.subkey, body, good.expiration_s)
@@ -284,7 +284,7 @@ def test_messages() -> None:
 
 
 async def read_one(data: bytes) -> tuple[Head, bytes]:
-    channel = Channel(MemoryStream(data), Deadline.after(60))
+    channel = Channel(BytesStream(data), Deadline.after(60))
     head = await channel.receive_head()
     return head, bytes(await channel.receive_bytes(head))
 

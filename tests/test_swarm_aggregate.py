@@ -2,6 +2,8 @@
 
 from __future__ import annotations
 
+from collections.abc import Sequence
+
 import numpy as np
 from fixed_updates import SIZE, ints, vectors
 from hypothesis import given, settings
@@ -82,6 +84,54 @@ def test_what_a_sender_shrinks_to_is_never_refused(recent: list[int], others: in
     short = FixedUpdate(4, None, ints(0, others, 0, 0))
     updates = [FixedUpdate(4, None, ints(0, limit, 0, 0)), short, short]
     assert aggregate(updates, recent_norms=recent).scales[0] > 0
+
+
+def _apart(count: int, each: int = 16) -> list[FixedUpdate]:
+    """Updates that have no coordinate in common: their scores in this round are 0."""
+    size = count * each
+    at = np.arange(each, dtype=np.int64)
+    values = np.full(each, 1000, dtype=np.int64)
+    return [FixedUpdate(size, at + i * each, values) for i in range(count)]
+
+
+def _left_out(updates: list[FixedUpdate], past: Sequence[tuple[int, ...]] = ()) -> list[int]:
+    scales = aggregate(updates, past_scores=past).scales
+    return [i for i, scale in enumerate(scales) if not scale]
+
+
+@given(st.lists(st.integers(-1024, 0), min_size=28, max_size=28))
+def test_where_nothing_is_agreed_on_nobody_is_left_out(scores: list[int]) -> None:
+    """Near the optimum updates cancel, and the worst of them is no liar."""
+    past = [tuple(scores[i : i + 7]) for i in range(0, 28, 7)]
+    assert _left_out(_apart(4), past) == []
+    values = np.array([[3, 1], [-1, 2], [-1, -2], [-1, -1]], dtype=np.int64).repeat(16, axis=1)
+    balanced = [FixedUpdate(32, None, row * 100) for row in values]
+    assert _left_out(balanced, past) == []
+
+
+def test_one_round_is_enough_if_it_has_coordinates_enough() -> None:
+    for each, out in ((16, [3]), (2, [])):
+        same = FixedUpdate(each, None, np.full(each, 1000, dtype=np.int64))
+        flipped = FixedUpdate(each, None, -same.values)
+        assert _left_out([same, same, same, flipped]) == out
+    assert _left_out([same, flipped]) == []  # two cannot outvote each other
+
+
+def test_who_takes_no_part_is_left_out_after_some_rounds() -> None:
+    steady, wild = (100,) * 7, (400, -200) * 3 + (100,)
+    for aimless in ((0,) * 7, (-90,) * 7, (5, -80, 60, -20, 5, 40, -10)):
+        assert _left_out(_apart(4), [steady, steady, steady, aimless]) == [3]
+    # Not: what helps at all, a newcomer, beside others who are new or vary as much themselves.
+    assert _left_out(_apart(4), [steady, steady, steady, (40,) * 7]) == []
+    assert _left_out(_apart(4), [steady, steady, steady, (0, 0)]) == []
+    assert _left_out(_apart(4), [steady, (100,), (100,), (0,) * 7]) == []
+    assert _left_out(_apart(4), [wild, wild, wild, (0,) * 7]) == []
+
+
+def test_a_liar_that_varies_shields_nobody() -> None:
+    wild = (900, -900, 900, -900, 900, -900, 0)
+    past = [(100,) * 7] * 4 + [wild, (0,) * 7]
+    assert _left_out(_apart(6), past) == [4, 5]
 
 
 def test_groups_are_weighted_by_their_size() -> None:

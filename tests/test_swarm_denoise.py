@@ -79,7 +79,7 @@ def test_off_a_step_is_the_objective_and_nothing_else(tiny_run: MakeRun, couplin
     told = worker.step(x, y, [], ahead)
     generator = step_generator(run.seed, 0, 0)
     own, _ = other.objective.loss(other.block, x, y, None, generator)
-    own.backward()  # type: ignore[no-untyped-call]
+    own.backward()  # type: ignore[no-untyped-call]  # torch's own gap
     other._update()
     assert told.own_nats == own.item() and told.joint_nats is None
     for name, value in worker.block.state_dict().items():

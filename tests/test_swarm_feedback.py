@@ -7,14 +7,14 @@ from hypothesis import given
 from hypothesis import strategies as st
 
 from swarm.feedback import (
+    Unsent,
     corrected,
     correction,
     only_ours,
     reverse_correction,
     unsent,
-    unsent_weights,
 )
-from swarm.fixed_point import SCALE_ONE, FixedUpdate, apply_step, scaled, to_float
+from swarm.fixed_point import SCALE_ONE, FixedUpdate, apply_step, compact, scaled, to_float
 
 SIZE = 12
 small = st.lists(st.integers(-(2**20), 2**20), min_size=SIZE, max_size=SIZE)
@@ -73,5 +73,9 @@ def test_as_weights_it_is_the_same(start: list[int], learned: list[int], flying:
     consensus = np.array(start, dtype=np.int32)
     weights = corrected(to_float(consensus), _dense(learned))
     exact = unsent(weights, consensus, in_flight=[_dense(flying)])
-    rounded = unsent_weights(weights, consensus, in_flight=[_dense(flying)])
-    assert np.array_equal(rounded * 2.0**24, exact)
+    lazy = Unsent(weights, consensus, in_flight=[_dense(flying)])
+    assert np.array_equal(lazy.dense() * 2.0**24, exact)
+    assert np.array_equal(lazy.times(0.5).dense() * 2.0**25, exact)
+    sparse = Unsent(weights, consensus, in_flight=[compact(_dense(flying).dense())])
+    read = [sparse.read(at, np.empty(1, dtype=np.float32))[0] for at in range(sparse.size)]
+    assert np.array_equal(np.array(read) * 2.0**24, exact)

@@ -117,7 +117,7 @@ def test_a_step_has_one_name_in_any_form(step: FixedUpdate, zeros: list[int]) ->
         FixedUpdate(4, ints(0, 4), ints(1, 2)),
         FixedUpdate(4, ints(0), ints(1, 2)),
         FixedUpdate(4, ints(0), ints(VALUE_LIMIT)),
-        FixedUpdate(4, ints(0), np.array([np.nan])),  # type: ignore[arg-type]
+        FixedUpdate(4, ints(0), np.array([np.nan])),
         FixedUpdate(4, None, np.zeros((2, 2), dtype=np.int64)),
     ],
 )

@@ -7,7 +7,16 @@ import pytest
 import torch
 
 from protocol.errors import ModelError
-from swarm.flat import add_flat, flat_size, flat_weights, initial_flat, load_flat, state_of
+from swarm.flat import (
+    Change,
+    add_flat,
+    add_flat_at,
+    flat_size,
+    flat_weights,
+    initial_flat,
+    load_flat,
+    state_of,
+)
 from swarm.run import ModelShape, Run
 from swarm.worker import initial_block
 
@@ -42,6 +51,10 @@ def test_add_is_in_place_and_exact() -> None:
     add_flat(block, change)
     assert block.embedding.weight is held
     assert np.array_equal(flat_weights(block), before + change)
+    at = np.flatnonzero(change)
+    add_flat_at(block, Change(at, change[at]))
+    assert block.embedding.weight is held
+    assert np.array_equal(flat_weights(block), before + change + change)
 
 
 def test_wrong_size_is_refused() -> None:

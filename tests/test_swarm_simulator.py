@@ -2,12 +2,17 @@
 
 from __future__ import annotations
 
+from collections.abc import Sequence
+from functools import partial
+
 import numpy as np
 import pytest
 
 from swarm import actions as act
-from swarm.log import MoveMode
-from swarm.simulator import Host, Lie, SimRules, Simulation
+from swarm.log import Entry, MoveMode
+from swarm.simulated_host import Host, SimRules
+from swarm.simulated_lies import Lie
+from swarm.simulator import Simulation
 
 
 def swarm(seed: int, hosts: int, rules: SimRules | None = None) -> Simulation:
@@ -31,6 +36,12 @@ def error(sim: Simulation) -> float:
     """Mean distance of the honest consensus to the common goal, as a part of the goal."""
     host = next(h for h in sim.hosts.values() if h.alive and h.lie is Lie.NONE)
     return float(np.abs(host.consensus - sim.common_goal).mean() / np.abs(sim.common_goal).mean())
+
+
+def left_out(entries: Sequence[Entry], name: str) -> list[int]:
+    """The rounds in which the rule left a sender's update out of the agreed set."""
+    parts = [(e.round, e.contribution_of(name)) for e in entries]
+    return [number for number, part in parts if part is not None and part.scale == 0]
 
 
 def test_one_seed_one_story() -> None:
@@ -91,7 +102,8 @@ def test_partition_and_merge_keep_both_sides(rounds: int) -> None:
     assert len(sim.heads()) == 2
     sim.sides.clear()
     for host in sim.hosts.values():
-        host.train = lambda host=host: wander(sim, host)  # type: ignore[method-assign, misc]
+        # In the method's place, which mypy forbids: from now on there is nothing to learn.
+        host.train = partial(wander, sim, host)  # type: ignore[method-assign]
     sim.run(4.9 + rounds + 3)
     assert len(sim.heads()) == 1
     assert [bool(sim.hosts[name].moves) for name in (*small, "h2", "h3")] == [
@@ -131,16 +143,28 @@ def test_one_of_four_lies(lie: Lie) -> None:
         sim.add(f"h{i}", lie if i == 3 else Lie.NONE)
     sim.run(30.95)
     entries = sim.hosts["h0"].state.log.entries
-    liar = [e.contribution_of("h3") for e in entries]
-    included = sum(c is not None and c.scale > 0 for c in liar)
+    learning = [e.contribution_of("h3") for e in entries if e.round <= 25]
+    included = sum(c is not None and c.scale > 0 for c in learning)
     assert sim.hosts["h0"].state.log.head.round >= 29
     if lie in (Lie.SIGN_FLIP, Lie.SCALE, Lie.MALFORMED, Lie.SILENT, Lie.REPLAY):
         assert included <= 1
     if lie is Lie.NOISE:
-        assert included <= 15
+        assert included <= 12
+    assert not any(left_out(entries, f"h{i}") for i in range(3))
     assert error(sim) < (0.25 if lie is Lie.STALE else 0.1)
     if lie in (Lie.MALFORMED, Lie.REPLAY):
         assert sim.hosts["h0"].state.trust.of("h3").exclusions >= 1
+
+
+@pytest.mark.parametrize("noise", [200, 20_000])
+@pytest.mark.parametrize("seed", range(3))
+def test_honest_replicas_that_have_converged_are_not_left_out(seed: int, noise: int) -> None:
+    """From about round 25 on each pulls toward its own goal, and their updates cancel."""
+    sim = swarm(seed, 4, SimRules(noise=noise, loss=0.02))
+    sim.run(80.95)
+    entries = sim.hosts["h0"].state.log.entries
+    rounds = [left_out(entries, name) for name in sim.hosts]
+    assert sum(map(len, rounds)) <= (4 if noise > 200 else 0), rounds
 
 
 def test_three_hundred_replicas_in_groups() -> None:
@@ -154,7 +178,7 @@ def test_three_hundred_replicas_in_groups() -> None:
 def test_groups_with_loss_and_deaths() -> None:
     sim = swarm(2, 48, SimRules(loss=0.02, polls=4, poll_s=0.5, size=32, top_k=4))
     for i in range(5):
-        sim.at_round(4.05, lambda i=i: setattr(sim.hosts[f"h{i}"], "alive", False))  # type: ignore[misc]
+        sim.at_round(4.05, partial(setattr, sim.hosts[f"h{i}"], "alive", False))
     sim.run(9.97)
     assert len(sim.heads()) == 1
     assert sim.hosts["h20"].state.log.head.round == 9

@@ -19,6 +19,17 @@ def _check(trend: Trend, steps: list[FixedUpdate], update: FixedUpdate) -> None:
     assert trend.squared == exact_dot(total, total)
     for form in (update, FixedUpdate(SIZE, None, update.dense())):
         assert trend.product(form) == exact_dot(total, update.dense())
+        assert trend.products([form, update]) == [exact_dot(total, update.dense())] * 2
+
+
+def test_a_trend_that_no_int32_holds() -> None:
+    weights, steps = np.full(SIZE, -(2**31 - 1), dtype=np.int32), list[FixedUpdate]()
+    for _ in range(3):
+        weights, made = apply_step(weights, FixedUpdate(SIZE, np.arange(2), np.array([2**30, 1])))
+        steps.append(made)
+    trend, update = Trend(), FixedUpdate(SIZE, np.array([0, 3]), np.array([5, 7]))
+    trend.follow(steps, weights)
+    _check(trend, steps, update)
 
 
 @given(

@@ -47,9 +47,9 @@ def test_canary() -> None:
         assert Canary().with_loss(b"1", odd)[1]
         assert canary.accepting(b"5", odd).recent == ()
     # Harm is measured from where the consensus was best, among what can still be made.
-    assert canary.since({b"1", b"2", b"3"}) == (b"2", 1.9)
-    assert canary.since({b"1", b"4"}) == (b"4", 1.91)
-    assert canary.since({b"9"}) is None
+    assert canary.best({b"1", b"2", b"3"}) == b"2"
+    assert canary.best({b"1", b"4"}) == b"4"
+    assert canary.best({b"9"}) is None
     # Once it was looked into, the next one is measured against what is now.
     later = canary.accepting(b"5", 2.5)
     assert not later.with_loss(b"6", 2.55)[1] and later.with_loss(b"6", 2.7)[1]
@@ -65,6 +65,29 @@ def test_who_is_accused() -> None:
     # nor, without one of our own, the greater part of the others.
     assert canary.harmful(1.9, {"a": 2.4, "b": 1.9}, "me") == ["a"]
     assert canary.harmful(1.9, {"a": 2.4, "b": 2.5, "c": 1.9}, "me") == []
+
+
+def test_an_audit_is_due_once_in_a_history() -> None:
+    canary, due = Canary(history=4), []
+    for number in range(12):
+        canary, _ = canary.with_loss(bytes([number]), 2.0 - 0.001 * number)
+        due.append(canary.audit_due)
+        canary = canary.audited() if canary.audit_due else canary
+    assert [n for n, now in enumerate(due) if now] == [3, 7, 11]
+    assert canary.oldest({b"\x07", b"\x09", b"\x0a"}) == b"\x09"  # older ones are forgotten
+    assert canary.oldest({b"\x00"}) is None
+    assert not canary.accepting(b"x", 2.0).with_loss(b"y", 2.0)[0].audit_due
+
+
+def test_who_undoes_what_we_do_is_found_without_a_jump() -> None:
+    canary, nan = Canary(gain_nats=0.02), float("nan")
+    tested = {"me": 1.7, "good": 1.75, "idle": 1.9, "noisy": 1.94, "bad": 1.96, "nan": nan}
+    assert canary.undoing(1.9, tested, "me") == ["bad", "nan"]
+    # Nothing is undone where we gain nothing, or nothing that could be told from chance.
+    for mine in (1.95, 1.89, nan):
+        assert canary.undoing(1.9, {**tested, "me": mine}, "me") == []
+    assert canary.undoing(1.9, {"bad": 2.5}, "me") == []
+    assert canary.undoing(1.9, {"me": 1.87, "other": 1.915}, "me") == []
 
 
 def test_an_exclusion_has_a_reason() -> None:

@@ -18,20 +18,18 @@ import sys
 import time
 from collections.abc import AsyncIterator, Callable, Coroutine, Iterator
 from contextlib import asynccontextmanager
-from dataclasses import dataclass
 from pathlib import Path
 from typing import Any
 
 import pytest
 import uvloop
+from command_line import Cli, Result, run_command
 from live import Process, tiny_run_file
-from loopback import _no_daemon_left, daemon_settings, run  # noqa: F401
-from test_node_doctor import tell_the_time
+from loopback import _no_daemon_left, daemon_settings, run, tell_the_time  # noqa: F401
 
 import node.daemon as node_daemon
 from node import invitation
 from node.addresses import with_peer
-from node.cli import main
 from node.cli_operator import emit
 from node.daemon import Daemon
 from node.network import Network, NetworkSettings
@@ -49,25 +47,6 @@ STRANGER = Identity(b"s" * 32).peer_id
 RUN_FILE = with_start(emit(tiny_run_file()), int(time.time()) - 5)
 
 
-@dataclass(frozen=True)
-class Result:
-    code: int
-    out: str
-    err: str
-
-    def refuses(self, *words: str) -> None:
-        """Two lines: what happened with its likely cause, what to type. And these words."""
-        said = self.err.splitlines()
-        assert self.code == 2, self
-        assert "Traceback" not in self.err
-        assert said[-2].startswith("error: ") and said[-1].startswith("  try: "), self.err
-        for word in words:
-            assert word in self.err, (word, self.err)
-
-
-Cli = Callable[..., Result]
-
-
 @pytest.fixture
 def cli(
     tmp_path: Path, monkeypatch: pytest.MonkeyPatch, capsys: pytest.CaptureFixture[str]
@@ -80,17 +59,7 @@ def cli(
     monkeypatch.setenv("XDG_STATE_HOME", str(tmp_path / "state"))
     monkeypatch.chdir(tmp_path)
 
-    def call(*arguments: object) -> Result:
-        monkeypatch.setattr(sys, "argv", ["blockswarm", *map(str, arguments)])
-        capsys.readouterr()
-        code = 0
-        try:
-            main()
-        except SystemExit as error:
-            code = int(str(error.code))
-        return Result(code, *capsys.readouterr())
-
-    yield call
+    yield functools.partial(run_command, monkeypatch, capsys)
     logging.getLogger().handlers = handlers
 
 

@@ -13,10 +13,7 @@ from pathlib import Path
 
 from benchmarks import harness
 from benchmarks.wan import namespaces, runner, topology
-from benchmarks.wan.namespaces import NoRights
 from protocol.errors import BlockswarmError
-
-SKIPPED = 77
 
 
 def main() -> None:
@@ -38,10 +35,8 @@ def main() -> None:
             return
         if options.topology is None:
             parser.error("which topology? For example benchmarks/wan/three.toml")
-        _run(options)
-    except NoRights as error:
-        print(f"skipped: {error.message}\n  try: {error.hint}", file=sys.stderr)
-        sys.exit(SKIPPED)
+        with namespaces.or_skipped():
+            _run(options)
     except BlockswarmError as error:
         runner.explain(error)
         sys.exit(2)

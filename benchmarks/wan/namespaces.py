@@ -15,8 +15,8 @@ import struct
 import subprocess
 import sys
 import time
-from collections.abc import Sequence
-from contextlib import suppress
+from collections.abc import Iterator, Sequence
+from contextlib import contextmanager, suppress
 from pathlib import Path
 
 from protocol.errors import BlockswarmError
@@ -24,6 +24,7 @@ from protocol.errors import BlockswarmError
 PREFIX = "bswan-"
 DEVICE = "wan0"
 FORWARDER = "benchmarks.wan.forwarder"
+SKIPPED = 77  # the exit code that test runners read as: skipped
 _TUNSETIFF, _IFF_TUN, _IFF_NO_PI = 0x400454CA, 0x0001, 0x1000
 _PERIOD_US = 20_000
 
@@ -34,6 +35,16 @@ class NoRights(BlockswarmError):
 
 class BedFailed(BlockswarmError):
     """A part of the bed could not be made."""
+
+
+@contextmanager
+def or_skipped() -> Iterator[None]:
+    """Where this machine allows no bed, say so and end the process with `SKIPPED`."""
+    try:
+        yield
+    except NoRights as error:
+        print(f"skipped: {error.message}\n  try: {error.hint}", file=sys.stderr)
+        sys.exit(SKIPPED)
 
 
 def check_rights() -> None:

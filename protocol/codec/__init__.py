@@ -17,6 +17,7 @@ Works on numpy arrays and CPU torch tensors, needs only numpy; knows nothing of 
 
 from __future__ import annotations
 
+from collections.abc import Callable
 from dataclasses import dataclass
 from functools import cached_property
 from typing import Any
@@ -47,6 +48,7 @@ from protocol.codec.fixed import (
     to_fixed,
 )
 from protocol.codec.sections import CODEC_VERSION, MAX_SIZE, Header, Reader
+from protocol.codec.selection import Source
 from protocol.codec.spec import DEFAULT_CODEC, CodecId, CodecSpec
 
 __all__ = [
@@ -69,6 +71,7 @@ __all__ = [
     "Header",
     "NonFiniteError",
     "SizeMismatchError",
+    "Source",
     "TrailingBytesError",
     "TruncatedPayloadError",
     "UnknownCodecError",
@@ -123,9 +126,15 @@ class Encoded:
 
 
 def encode(vector: Any, spec: CodecSpec | str = DEFAULT_CODEC) -> Encoded:
-    """Encode a flat vector (numpy or CPU torch, float32). Refuses NaN and Inf, clips to limits."""
+    """Encode a flat vector (numpy or CPU torch, float32). Refuses NaN and Inf, clips to limits.
+
+    Or a `Source`, which is read in segments: top-k needs no more of it than what it keeps.
+    """
     if isinstance(spec, str):
         spec = CodecSpec.parse(spec)
+    if isinstance(vector, Source) and spec.codec == CodecId.TOPK and 1 <= vector.size <= MAX_SIZE:
+        data, sparse = topk.encode_topk(vector, spec)
+        return Encoded(data, vector.size, sparse)
     values = _as_float32(vector)
     if not 1 <= values.size <= MAX_SIZE:
         raise SizeMismatchError(f"{values.size} coordinates; 1 to {MAX_SIZE} can be encoded")
@@ -154,20 +163,28 @@ def decode(data: bytes, expected_size: int, max_kept: int | None = None) -> Deco
 
 
 def decode_fixed(
-    data: bytes, expected_size: int, max_kept: int | None = None
+    data: bytes,
+    expected_size: int,
+    max_kept: int | None = None,
+    of_quanta: Callable[[Int64s], Int64s] = lambda quanta: quanta,
 ) -> tuple[Int64s | None, Int64s]:
-    """Decode to (indices or None, int64 values in quanta of 2^-40, magnitude at most 2^52)."""
+    """Decode to (indices or None, int64 values in quanta of 2^-40, magnitude at most 2^52).
+
+    With `of_quanta`, a function of each single value, to what it makes of them.
+    """
     reader = Reader(data, expected_size)
     if reader.header.codec == CodecId.TOPK:
         sparse = topk.decode_topk(reader, max_kept)
-        return sparse.indices, sparse.fixed
+        return sparse.indices, sparse.coded.values(of_quanta)
     if reader.header.codec in (CodecId.INT8, CodecId.INT4):
-        return None, dense.decode_blocks_fixed(reader)
-    return None, to_fixed(dense.decode_floats(reader))
+        return None, of_quanta(dense.decode_blocks_fixed(reader))
+    return None, of_quanta(to_fixed(dense.decode_floats(reader)))
 
 
 def _as_float32(vector: Any) -> Float32s:
-    """A flat, contiguous float32 view of a numpy array or a CPU torch tensor."""
+    """A flat, contiguous float32 view of a numpy array or a CPU torch tensor, or a source read."""
+    if isinstance(vector, Source):
+        vector = vector.read(0, np.empty(vector.size, dtype=np.float32))
     if hasattr(vector, "detach"):
         vector = vector.detach().numpy()
     array = np.asarray(vector)

@@ -13,7 +13,6 @@ Knows nothing of values.
 from __future__ import annotations
 
 import numpy as np
-from numpy.typing import NDArray
 
 from protocol.codec.errors import CorruptPayloadError
 from protocol.codec.fixed import Int64s
@@ -22,50 +21,69 @@ from protocol.codec.sections import Bytes
 MANTISSA_BITS = 2
 MAX_SHIFT = 28  # a gap has at most 31 bits
 MAX_CLASS = (MAX_SHIFT << MANTISSA_BITS) + (2 << MANTISSA_BITS) - 1
+_SHIFT_OF_CLASS = np.maximum((np.arange(MAX_CLASS + 1) >> MANTISSA_BITS) - 1, 0)
 
 
 def pack_gaps(indices: Int64s) -> tuple[Bytes, Bytes]:
     """(classes, low bits). Low bits are grouped by how many a gap has: 1 first, then 2, ..."""
     gaps = np.diff(indices, prepend=-1) - 1
-    bit_length = np.frexp(gaps.astype(np.float64))[1].astype(np.int64)
+    # The exponent of a double: how many bits a gap has; of 0 it is far below.
+    bit_length = (gaps.astype(np.float64).view(np.int64) >> 52) - 1022
     shifts = np.maximum(bit_length - (MANTISSA_BITS + 1), 0)
     classes = (shifts << MANTISSA_BITS) + (gaps >> shifts)
-    as_bytes = gaps.astype("<u4").view(np.uint8).reshape(-1, 4)
-    groups = [
-        np.unpackbits(as_bytes[shifts == shift], axis=1, count=shift, bitorder="little").ravel()
-        for shift in range(1, int(shifts.max(initial=0)) + 1)
-    ]
-    low = np.concatenate(groups) if groups else np.zeros(0, dtype=np.uint8)
-    return classes.astype(np.uint8), np.packbits(low, bitorder="little")
+    order, widths, places = _laid_out(shifts)
+    low = gaps[order] & ((1 << widths) - 1)
+    return classes.astype(np.uint8), _written(low, widths, places)
 
 
 def class_shifts(classes: Bytes) -> Int64s:
     """How many low bits belong to each class."""
     if classes.max(initial=0) > MAX_CLASS:
         raise CorruptPayloadError(f"gap class {classes.max()} is above {MAX_CLASS}")
-    return np.maximum((classes >> MANTISSA_BITS).astype(np.int64) - 1, 0)
+    shifts: Int64s = _SHIFT_OF_CLASS[classes]
+    return shifts
 
 
 def unpack_gaps(classes: Bytes, shifts: Int64s, low: Bytes, size: int) -> Int64s:
     """Indices, strictly increasing by construction, checked to be below `size`."""
-    bits = np.unpackbits(low, bitorder="little")
     gaps = (classes - (shifts << MANTISSA_BITS)) << shifts
-    start = 0
-    for shift in range(1, int(shifts.max(initial=0)) + 1):
-        members = np.flatnonzero(shifts == shift)
-        stop = start + shift * len(members)
-        gaps[members] |= _as_integers(bits[start:stop].reshape(-1, shift))
-        start = stop
-    if bits[start:].any():
+    order, widths, places = _laid_out(shifts)
+    bits = int(widths.sum())
+    if bits % 8 and low[-1] >> bits % 8:
         raise CorruptPayloadError("padding bits are not zero")
-    indices = np.cumsum(gaps + 1) - 1
+    gaps[order] |= (_words(low)[places >> 3] >> (places & 7)) & ((1 << widths) - 1)
+    gaps += 1
+    indices = np.cumsum(gaps, out=gaps)
+    indices -= 1
     if len(indices) and indices[-1] >= size:
         raise CorruptPayloadError(f"index {indices[-1]} of {size} coordinates")
     return indices
 
 
-def _as_integers(bits: NDArray[np.uint8]) -> Int64s:
-    wide = np.zeros((len(bits), 4), dtype=np.uint8)
-    grouped = np.packbits(bits, axis=1, bitorder="little")
-    wide[:, : grouped.shape[1]] = grouped
-    return wide.view("<u4").reshape(-1).astype(np.int64)
+def _laid_out(shifts: Int64s) -> tuple[Int64s, Int64s, Int64s]:
+    """Of the gaps that have low bits, in the order of those: which gap, how many, from which bit
+    on."""
+    narrow = shifts.astype(np.uint8)  # of bytes numpy makes a radix sort
+    order = np.argsort(narrow, kind="stable")[len(narrow) - np.count_nonzero(narrow) :]
+    widths = shifts[order]
+    return order, widths, np.cumsum(widths) - widths
+
+
+def _words(low: Bytes) -> Int64s:
+    """For each byte the number that it and the next four begin: any gap's low bits are in one."""
+    padded = np.concatenate([low, np.zeros(4, dtype=np.uint8)]).astype(np.int64)
+    words: Int64s = padded[: len(low)].copy()
+    for byte in range(1, 5):
+        words |= padded[byte : byte + len(low)] << 8 * byte
+    return words
+
+
+def _written(values: Int64s, widths: Int64s, places: Int64s) -> Bytes:
+    """Numbers of so many bits at their places, least significant first, as whole bytes."""
+    size_bytes = (int(widths.sum()) + 7) // 8
+    words = np.zeros(size_bytes + 4, dtype=np.int64)
+    np.add.at(words, places >> 3, values << (places & 7))  # no two have a bit in common
+    out = words.copy()
+    for byte in range(1, 5):
+        out[byte:] |= words[:-byte] >> 8 * byte
+    return out[:size_bytes].astype(np.uint8)  # the lowest byte of each

@@ -4,12 +4,17 @@ A full selection in each chunk costs several times what the rest of the encoder 
 sample gives a threshold that a little more than k coordinates pass, and only those are sorted.
 Where the sample misled (too few passed), the exact threshold is computed.
 
+The vector is read once, in segments that stay in the cache: it may be one that is only made while
+it is read (`Source`), as the difference of two.
+
 Knows nothing of values' coding.
 """
 
 from __future__ import annotations
 
+from dataclasses import dataclass
 from math import sqrt
+from typing import Protocol, runtime_checkable
 
 import numpy as np
 from numpy.typing import NDArray
@@ -24,26 +29,65 @@ _MIN_SAMPLE = 128
 _OVERALL_STRIDE = 61  # a prime: meets all columns of a weight matrix
 
 
-def largest_per_chunk(vector: Float32s, chunk: int, density: float) -> Int64s:
-    """Increasing indices of each chunk's largest magnitudes; of equals the first. Never zeros."""
+@runtime_checkable
+class Source(Protocol):
+    """A vector that need not be in memory: it is read once, segment by segment."""
+
+    @property
+    def size(self) -> int: ...
+
+    def read(self, start: int, out: Float32s) -> Float32s:
+        """As many coordinates as `out` has, from `start` on: in `out`, or wherever they are."""
+
+
+@dataclass(frozen=True)
+class Whole:
+    """A vector that is in memory."""
+
+    vector: Float32s
+
+    @property
+    def size(self) -> int:
+        return self.vector.size
+
+    def read(self, start: int, out: Float32s) -> Float32s:
+        return self.vector[start : start + out.size]
+
+
+def largest_per_chunk(
+    vector: Float32s | Source, chunk: int, density: float
+) -> tuple[Int64s, Float32s]:
+    """Each chunk's largest magnitudes: increasing indices, and the values there.
+
+    Of equals the first. Never zeros.
+    """
+    source = Whole(vector) if isinstance(vector, np.ndarray) else vector
     keep = kept_of(chunk, density)
-    whole = vector.size // chunk * chunk
+    whole = source.size // chunk * chunk
     step = max(_SEGMENT // chunk, 1) * chunk
-    buffer = np.empty(min(step, max(whole, 1)), dtype=np.float32)
-    found = []
-    for start in range(0, whole, step):
-        part = vector[start : min(start + step, whole)]
-        rows = buffer[: part.size].reshape(-1, chunk)
-        np.abs(part.reshape(-1, chunk), out=rows)
-        found.append(_largest_in_rows(rows, keep) + start)
-    if whole < vector.size:  # the last chunk is shorter and keeps its share
-        tail = np.abs(vector[whole:]).reshape(1, -1)
-        found.append(_largest_in_rows(tail, kept_of(tail.size, density)) + whole)
-    return np.concatenate(found)
+    room, magnitudes = np.empty((2, min(step, source.size)), dtype=np.float32)
+    reached = np.empty(magnitudes.size, dtype=np.bool_)
+    indices, values = [], []
+    pieces = [(start, min(step, whole - start), keep) for start in range(0, whole, step)]
+    if tail := source.size - whole:  # the last chunk is shorter and keeps its share
+        pieces.append((whole, tail, kept_of(tail, density)))
+    for start, length, kept in pieces:
+        part = source.read(start, room[:length])
+        shape = (length // chunk, chunk) if length >= chunk else (1, length)
+        rows = np.abs(part, out=magnitudes[:length]).reshape(shape)
+        found = _largest_in_rows(rows, kept, reached[:length].reshape(shape))
+        values.append(part[found])
+        indices.append(found + start)
+    return np.concatenate(indices), np.concatenate(values)
 
 
-def largest_overall(vector: Float32s, density: float) -> Int64s:
-    """Increasing indices of the largest magnitudes of all; of equals the first. Never zeros."""
+def largest_overall(vector: Float32s | Source, density: float) -> tuple[Int64s, Float32s]:
+    """The largest magnitudes of all: increasing indices, and the values there.
+
+    Of equals the first. Never zeros.
+    """
+    if not isinstance(vector, np.ndarray):
+        vector = vector.read(0, np.empty(vector.size, dtype=np.float32))
     keep = kept_of(vector.size, density)
     sample = np.abs(vector[::_OVERALL_STRIDE]).reshape(1, -1)
     rank = _sample_rank(keep, _OVERALL_STRIDE)
@@ -58,7 +102,7 @@ def largest_overall(vector: Float32s, density: float) -> Int64s:
     ties = np.flatnonzero(magnitudes == threshold)
     chosen[ties[: keep - np.count_nonzero(chosen)]] = True
     kept: Int64s = indices[chosen & (magnitudes > 0)]
-    return kept
+    return kept, vector[kept]
 
 
 def _at_least(vector: Float32s, threshold: np.float32) -> tuple[Int64s, Float32s]:
@@ -70,19 +114,19 @@ def _at_least(vector: Float32s, threshold: np.float32) -> tuple[Int64s, Float32s
         absolute = np.abs(part, out=buffer[: part.size])
         if not absolute.max() < np.inf:
             raise NonFiniteError("the vector contains NaN or Inf")
-        passed = np.flatnonzero(absolute >= threshold)
+        passed = true_at(absolute >= threshold)
         indices.append(passed + start)
         magnitudes.append(absolute[passed])
     return np.concatenate(indices), np.concatenate(magnitudes)
 
 
-def _largest_in_rows(magnitudes: Float32s, keep: int) -> Int64s:
-    """Flat indices of the `keep` largest of each row, increasing."""
+def _largest_in_rows(magnitudes: Float32s, keep: int, reached: NDArray[np.bool_]) -> Int64s:
+    """Flat indices of the `keep` largest of each row, increasing. `reached` is room to work in."""
     if not magnitudes.max() < np.inf:
         raise NonFiniteError("the vector contains NaN or Inf")
     rows, width = magnitudes.shape
     thresholds, exact = _thresholds(magnitudes, keep)
-    reached = magnitudes >= thresholds[:, None]
+    np.greater_equal(magnitudes, thresholds[:, None], out=reached)
     passed, counts = _passed(reached)
     short = np.flatnonzero(counts < keep)
     if len(short) and not exact:
@@ -90,33 +134,52 @@ def _largest_in_rows(magnitudes: Float32s, keep: int) -> Int64s:
         reached[short] = magnitudes[short] >= thresholds[short, None]
         passed, counts = _passed(reached)
     found = magnitudes.reshape(-1)[passed]
-    row_of = np.repeat(np.arange(rows), counts)
-    chosen = found >= _kth_of_ragged(found, row_of, counts, keep)[row_of]
+    chosen = found >= np.repeat(_kth_of_ragged(found, counts, keep), counts)
     chosen &= found > 0
-    if (np.bincount(row_of[chosen], minlength=rows) > keep).any():  # equals: the first of them
-        return _ranked(found, passed, row_of, counts, keep, width)
+    firsts = np.cumsum(counts) - counts
+    if (np.add.reduceat(chosen, firsts, dtype=np.int64) > keep).any():  # equals: the first of them
+        return _ranked(found, passed, np.repeat(np.arange(rows), counts), counts, keep, width)
     return passed[chosen]
 
 
 def _passed(reached: NDArray[np.bool_]) -> tuple[Int64s, Int64s]:
     """Flat indices of what is true, and how many there are in each row."""
     rows, width = reached.shape
-    passed = np.flatnonzero(reached)
+    passed = true_at(reached.reshape(-1))
     return passed, np.diff(np.searchsorted(passed, np.arange(rows + 1) * width))
 
 
-def _kth_of_ragged(values: Float32s, row_of: Int64s, counts: Int64s, k: int) -> NDArray[np.float32]:
+def true_at(mask: NDArray[np.bool_]) -> Int64s:
+    """`np.flatnonzero` of a mask of which a few per cent are true, in two thirds of its time.
+
+    It jumps from one to the next, and a CPU guesses wrong where that is. Here whole words are
+    looked at first: of those so many are true that numpy does it without a jump.
+    """
+    if mask.size % 8:
+        return np.flatnonzero(mask)
+    words = mask.view(np.uint64)
+    some = np.flatnonzero(words != 0)
+    within = np.flatnonzero(words[some].view(np.bool_))
+    found: Int64s = some[within >> 3]
+    found <<= 3
+    within &= 7
+    found += within
+    return found
+
+
+def _kth_of_ragged(values: Float32s, counts: Int64s, k: int) -> NDArray[np.float32]:
     """The k-th largest of each row, where row i has its `counts[i]` >= k values in `values`."""
-    table = np.zeros((len(counts), int(counts.max())), dtype=np.float32)
-    firsts = np.cumsum(counts) - counts
-    table[row_of, np.arange(len(values)) - firsts[row_of]] = values
-    return _kth_largest(table, k)
+    widest = int(counts.max())
+    table = np.zeros((len(counts), widest), dtype=np.float32)
+    table[np.arange(widest) < counts[:, None]] = values
+    table.sort(axis=1)  # of rows this short faster than a partition
+    return table[:, widest - k]
 
 
 def _ranked(
     found: Float32s, passed: Int64s, row_of: Int64s, counts: Int64s, keep: int, width: int
 ) -> Int64s:
-    """The `keep` largest of each row of candidates; of equals the first.
+    """The `keep` largest of each row of candidates; of equals the first. No zeros.
 
     The bits of a float that is not negative are ordered as the float: one integer sort by (row,
     magnitude downwards, position) ranks all rows at once.
@@ -140,7 +203,8 @@ def _thresholds(magnitudes: Float32s, keep: int) -> tuple[NDArray[np.float32], b
     if sample_size < _MIN_SAMPLE or rank >= sample_size:
         return _kth_largest(magnitudes, keep), True
     sample = np.ascontiguousarray(magnitudes[:, ::_SAMPLE_STRIDE])
-    return _kth_largest(sample, rank), False
+    sample.sort(axis=1)  # of rows this short faster than a partition
+    return sample[:, -rank], False
 
 
 def _sample_rank(keep: int, stride: int) -> int:

@@ -11,6 +11,7 @@ Knows nothing of error feedback: what was dropped is the sender's business.
 from __future__ import annotations
 
 import struct
+from collections.abc import Callable
 from dataclasses import dataclass
 
 import numpy as np
@@ -20,7 +21,7 @@ from protocol.codec.errors import CorruptPayloadError, SizeMismatchError, Unknow
 from protocol.codec.fixed import FIXED_BITS, Float32s, Int64s, scale_codes, scale_values
 from protocol.codec.gaps import class_shifts, pack_gaps, unpack_gaps
 from protocol.codec.sections import Bytes, Reader, Writer
-from protocol.codec.selection import largest_overall, largest_per_chunk
+from protocol.codec.selection import Source, largest_overall, largest_per_chunk
 from protocol.codec.spec import VALUE_BITS, CodecId, CodecSpec
 
 SCALE_MANTISSA_BITS = 4
@@ -39,30 +40,65 @@ _SUBHEADER = struct.Struct("<BBI")
 
 
 @dataclass(frozen=True)
+class Coded:
+    """Values as they are sent: of few different ones, so most of the arithmetic is done on those.
+
+    A value is sign * level * the scale of its chunk.
+    """
+
+    levels: Int64s
+    scales: Int64s
+    chunk_of: Int64s
+    choice: Bytes
+    negative: NDArray[np.bool_]
+
+    def values(self, of_quanta: Callable[[Int64s], Int64s] = lambda quanta: quanta) -> Int64s:
+        """The values in quanta, or what a function of each single one of them makes of them."""
+        count, negative = len(self.levels), self.negative.view(np.uint8)
+        if 2 * count * len(self.scales) > len(self.choice):
+            fixed = self.levels[self.choice] * self.scales[self.chunk_of]
+            return of_quanta(np.where(self.negative, -fixed, fixed))
+        signed = np.concatenate([self.levels, -self.levels])
+        table = of_quanta((self.scales[:, None] * signed).reshape(-1))
+        code = self.chunk_of * (2 * count)
+        code += self.choice
+        code += negative if count == 1 else negative * np.uint8(count)
+        return table[code]
+
+
+@dataclass(frozen=True)
 class Sparse:
-    """Kept coordinates: strictly increasing indices and values in quanta."""
+    """Kept coordinates: strictly increasing indices and their values."""
 
     indices: Int64s
-    fixed: Int64s
+    coded: Coded
+
+    @property
+    def fixed(self) -> Int64s:
+        """The values in quanta."""
+        return self.coded.values()
 
 
-def encode_topk(vector: Float32s, spec: CodecSpec) -> tuple[bytes, Sparse]:
+def encode_topk(vector: Float32s | Source, spec: CodecSpec) -> tuple[bytes, Sparse]:
     """The payload, and exactly what a decoder will get from it."""
     if spec.overall:
-        indices = largest_overall(vector, spec.density)
+        indices, values = largest_overall(vector, spec.density)
     else:
-        indices = largest_per_chunk(vector, spec.block, spec.density)
-    log2_chunk, chunks = spec.block.bit_length() - 1, -(-vector.size // spec.block)
-    magnitudes = np.abs(vector[indices]).astype(np.float64) * 2.0**FIXED_BITS
-    shift, codes = _chunk_scales(magnitudes, indices >> log2_chunk, chunks, spec.value_bits)
+        indices, values = largest_per_chunk(vector, spec.block, spec.density)
+    chunks = -(-vector.size // spec.block)
+    magnitudes = np.abs(values).astype(np.float64)
+    magnitudes *= 2.0**FIXED_BITS
+    chunk_of = _chunk_of(indices, spec.block, chunks)
+    shift, codes = _chunk_scales(magnitudes, chunk_of, chunks, spec.value_bits)
     scales = scale_values(codes, SCALE_MANTISSA_BITS) << shift
-    kept = np.flatnonzero(scales[indices >> log2_chunk])  # below the grid: nothing to send
-    indices, magnitudes = indices[kept], magnitudes[kept]
-    scale = scales[indices >> log2_chunk]
-    ratios = magnitudes / scale
-    levels = _fit_levels(ratios, spec.value_bits)
-    choice = np.searchsorted((levels[1:] + levels[:-1]) / 2, ratios)
-    negative = np.signbit(vector[indices])
+    if not scales.all():
+        kept = np.flatnonzero(scales[chunk_of])  # below the grid: nothing to send
+        indices, values, chunk_of = indices[kept], values[kept], chunk_of[kept]
+        magnitudes = magnitudes[kept]
+    magnitudes /= scales[chunk_of]
+    levels = _fit_levels(magnitudes, spec.value_bits)
+    choice = _nearest(levels, magnitudes)
+    negative = np.signbit(values)
 
     classes, low_bits = pack_gaps(indices)
     writer = Writer(CodecId.TOPK, spec.block, vector.size, zstd=spec.zstd)
@@ -73,9 +109,8 @@ def encode_topk(vector: Float32s, spec: CodecSpec) -> tuple[bytes, Sparse]:
     writer.section(classes)
     writer.section(low_bits)
     writer.section(np.packbits(negative, bitorder="little"))
-    writer.section(_pack_choices(choice.astype(np.uint8), _CHOICE_BITS[spec.value_bits]))
-    fixed = levels[choice] * scale
-    return writer.finish(), Sparse(indices, np.where(negative, -fixed, fixed))
+    writer.section(_pack_choices(choice, _CHOICE_BITS[spec.value_bits]))
+    return writer.finish(), Sparse(indices, Coded(levels, scales, chunk_of, choice, negative))
 
 
 def decode_topk(reader: Reader, max_kept: int | None = None) -> Sparse:
@@ -106,8 +141,14 @@ def decode_topk(reader: Reader, max_kept: int | None = None) -> Sparse:
 
     indices = unpack_gaps(classes, shifts, low_bits, size)
     scales = scale_values(codes, SCALE_MANTISSA_BITS) << shift
-    fixed = levels[choice] * scales[indices >> (chunk.bit_length() - 1)]
-    return Sparse(indices, np.where(negative == 1, -fixed, fixed))
+    chunk_of = _chunk_of(indices, chunk, len(scales))
+    return Sparse(indices, Coded(levels, scales, chunk_of, choice, negative.view(np.bool_)))
+
+
+def _chunk_of(indices: Int64s, chunk: int, chunks: int) -> Int64s:
+    """The number of the chunk in which each index lies."""
+    ends = np.searchsorted(indices, np.arange(1, chunks + 1) * chunk)
+    return np.repeat(np.arange(chunks), np.diff(ends, prepend=0))
 
 
 def _chunk_scales(
@@ -155,6 +196,15 @@ def _fit_levels(ratios: NDArray[np.float64], value_bits: int) -> Int64s:
     return np.sort(np.clip(np.rint(centres), 1, _LEVEL_LIMIT).astype(np.int64))
 
 
+def _nearest(levels: Int64s, ratios: NDArray[np.float64]) -> Bytes:
+    """The number of the level that is nearest to each; of two the lower one."""
+    edges = (levels[1:] + levels[:-1]) / 2
+    if len(edges) == 1:
+        upper: Bytes = (ratios > edges[0]).view(np.uint8)
+        return upper
+    return np.searchsorted(edges, ratios).astype(np.uint8)
+
+
 def _bytes_for(bits: int) -> int:
     return (bits + 7) // 8
 
@@ -163,6 +213,8 @@ def _pack_choices(choices: Bytes, width: int) -> Bytes:
     """The low `width` bits of each, least significant first, zeros to a whole byte."""
     if width == 8:
         return choices
+    if width == 1:
+        return np.packbits(choices, bitorder="little")
     bits = np.unpackbits(choices[:, None], axis=1, count=width, bitorder="little")
     return np.packbits(bits, bitorder="little")
 

@@ -1,0 +1,42 @@
+"""Work in the background: kept while it runs, its failures logged, cancelled with its owner.
+
+Knows nothing of what the work does. It is kept because the loop itself holds tasks only weakly:
+one that nobody holds may be gone in the middle of its work, and its error with it.
+"""
+
+from __future__ import annotations
+
+import asyncio
+import logging
+from collections.abc import Awaitable
+
+
+class BackgroundTasks:
+    """One owner's tasks. `failed`: what `log` says of one that raised, unless it is `expected`."""
+
+    def __init__(
+        self, log: logging.Logger, failed: str, expected: tuple[type[BaseException], ...] = ()
+    ) -> None:
+        self._log, self._failed, self._expected = log, failed, expected
+        self._running: set[asyncio.Task[None]] = set()
+
+    def __len__(self) -> int:
+        return len(self._running)
+
+    def spawn(self, work: Awaitable[None]) -> None:
+        task = asyncio.ensure_future(work)
+        self._running.add(task)
+        task.add_done_callback(self._finished)
+
+    async def cancel(self, *others: asyncio.Task[None]) -> None:
+        """End what runs now, and these with it: nobody of them goes on while another ends."""
+        tasks = [*others, *self._running]
+        for task in tasks:
+            task.cancel()
+        await asyncio.gather(*tasks, return_exceptions=True)
+
+    def _finished(self, task: asyncio.Task[None]) -> None:
+        self._running.discard(task)
+        error = None if task.cancelled() else task.exception()
+        if error is not None and not isinstance(error, self._expected):
+            self._log.error(self._failed, exc_info=error)
