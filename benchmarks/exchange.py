@@ -43,8 +43,8 @@ from swarm.fixed_point import (
     to_float,
 )
 from swarm.flat import Floats, add_flat, flat_weights, load_flat
-from swarm.local import frozen_copy
 from swarm.model import Block
+from swarm.moving_copy import MovingCopy, frozen_copy
 from swarm.run import Run
 from swarm.runfile import scheduled_steps
 from swarm.updates import UpdateCodec, update_digest
@@ -241,7 +241,15 @@ class ExchangeSwarm:
         self.round = 0  # that is trained next
         self.settled = 0  # exchanges that are over: the newest version
         self.moved = Moved()
-        self._copies = [frozen_copy(initial_block(run, b)) for b in range(len(replicas))]
+        self._blocks = [frozen_copy(initial_block(run, b)) for b in range(len(replicas))]
+        steps = run.training.copy_steps
+        self._copies = [  # what each worker reads: group, member, block -> copy
+            [
+                {other: MovingCopy(self._blocks[other], steps) for other in followed_blocks(run, b)}
+                for _ in range(count)
+            ]
+            for b, count in enumerate(replicas)
+        ]
         followed = [followed_blocks(run, b) for b in range(len(replicas))]
         self._followers = [
             sum(n for n, read in zip(replicas, followed, strict=True) if block in read)
@@ -277,28 +285,24 @@ class ExchangeSwarm:
 
     def _train(self, first: int, steps: int) -> None:
         for group in self.groups:
-            upstream, ahead = self._read(group.block)
-            for member in group.members:
+            wanted = self._wanted(group.block)
+            for member, copies in zip(group.members, self._copies[group.block], strict=True):
+                for other, moving in copies.items():
+                    version = self.groups[other].versions[wanted[other]]
+                    moving.follow_flat(torch.from_numpy(version))
                 member.worker.steps_done = first
                 for _ in range(steps):
                     windows = torch.from_numpy(member.stream.batch_at(member.position)).long()
                     member.position += 1
+                    read = {other: moving.move() for other, moving in copies.items()}
+                    upstream = [read[before] for before in range(group.block) if before in read]
+                    ahead = read.get(group.block + 1)
                     member.worker.step(windows[:, :-1], windows[:, 1:], upstream, ahead)
 
-    def _read(self, block: int) -> tuple[list[Block], Block | None]:
-        """The copies that the workers of a block read now (see `node.copies.Copies.wanted`)."""
-        run = self.run
-        if not run.model.relays:
-            return [], None
-        wanted = upstream_versions(block, self.settled, run.training.staggered)
-        upstream = [self._copy(before, version) for before, version in enumerate(wanted)]
-        looks = run.model.coupling == "look_ahead" and block + 1 < len(self.groups)
-        return upstream, self._copy(block + 1, self.settled) if looks else None
-
-    def _copy(self, block: int, version: int) -> Block:
-        copy = self._copies[block]
-        load_flat(copy, self.groups[block].versions[version])
-        return copy
+    def _wanted(self, block: int) -> dict[int, int]:
+        """The version of each block that this one's workers read (`node.copies.Copies.wanted`)."""
+        upstream = upstream_versions(block, self.settled, self.run.training.staggered)
+        return {**dict(enumerate(upstream)), block + 1: self.settled}
 
     def assembled(self) -> ComposedModel:
         """The model that an assembler would get now."""
@@ -306,7 +310,7 @@ class ExchangeSwarm:
         versions = composed_versions(len(self.groups), self.settled, staggered)
         blocks: list[Block] = []
         for group, version in zip(self.groups, versions, strict=True):
-            block = frozen_copy(self._copies[group.block])
+            block = frozen_copy(self._blocks[group.block])
             load_flat(block, group.versions[version])
             blocks.append(block)
         return ComposedModel(self.run, blocks)

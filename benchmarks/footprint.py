@@ -20,7 +20,7 @@ import torch
 from torch.profiler import ProfilerActivity, profile
 
 from benchmarks import harness
-from swarm.local import frozen_copy
+from swarm.moving_copy import frozen_copy
 from swarm.reference import ReferenceWorker
 from swarm.run import Coupling, ModelShape, Run
 from swarm.worker import BlockWorker, initial_block

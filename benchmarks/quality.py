@@ -34,7 +34,7 @@ ONLY_OF_BLOCKS = (
     "short_rounds",
     "look_ahead_weight",
     "staggered",
-    "copy_decay",
+    "copy_steps",
 )
 
 
@@ -115,7 +115,7 @@ def variants(quick: bool) -> list[Variant]:
     add("independent, edm", other, sigma_min=1.0, **edm)
     add("look-ahead, copies 50 steps old, trained on newest versions", other, staggered=False)
     add("look-ahead, no short rounds early", other, short_rounds=0)
-    add("look-ahead, slow-moving copies", other, copy_decay=0.5)
+    add("look-ahead, copies that jump", other, copy_steps=1.0)
     add("look-ahead, every block its own bytes", other, own_streams=True)
     add("look-ahead, block 1 offline for a fifth", other, offline=(1, 0.4, 0.6))
     for age in (1, 10, 200):

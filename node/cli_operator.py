@@ -86,8 +86,8 @@ clip_norm = {training.clip_norm}
 look_ahead_weight = {training.look_ahead_weight}
 # Read other blocks in the versions that they were trained with, not all in the newest.
 staggered = {training.staggered}
-# Above 0, copies of other blocks are slow averages of their versions; 0 takes them as they are.
-copy_decay = {training.copy_decay}
+# Copies of other blocks move 1 / copy_steps of the way to a new version in each step; 1 jumps.
+copy_steps = {training.copy_steps}
 {joint}
 [data]
 # "python": the library of the host's Python, no download. "wikitext-2", "wikitext-103": downloaded

@@ -33,8 +33,9 @@ from protocol.errors import BlockswarmError, DataError
 from swarm.composition import ComposedModel
 from swarm.evaluate import honest_ce
 from swarm.flat import Change, Floats, add_flat_at, flat_weights, load_flat
-from swarm.local import frozen_copy, load_optimizer_tensors, optimizer_tensors
+from swarm.local import load_optimizer_tensors, optimizer_tensors
 from swarm.model import Block
+from swarm.moving_copy import MovingCopy, frozen_copy
 from swarm.run import Run
 from swarm.worker import BlockWorker, initial_block
 
@@ -149,7 +150,8 @@ class _Trainer:
         self.run, self.connection, self.shared = run, connection, shared
         self.worker = BlockWorker(run, settings.block, device, autocast_dtype(device))
         followed = followed_blocks(run, settings.block)
-        self.copies = {j: frozen_copy(initial_block(run, j).to(device)) for j in followed}
+        steps = run.training.copy_steps
+        self.copies = {j: MovingCopy(initial_block(run, j).to(device), steps) for j in followed}
         corpus = load_corpus(settings.data_spec)
         _check_corpus(corpus, settings)
         corpus.require_window(run.model.context)
@@ -183,8 +185,9 @@ class _Trainer:
     def _step(self) -> None:
         device = self.worker.device
         windows = torch.from_numpy(self.stream.batch_at(self.position)).long().to(device)
-        upstream = [self.copies[j] for j in range(self.worker.index) if j in self.copies]
-        ahead = self.copies.get(self.worker.index + 1)
+        read = {j: moving.move() for j, moving in self.copies.items()}
+        upstream = [read[j] for j in range(self.worker.index) if j in read]
+        ahead = read.get(self.worker.index + 1)
         loss = self.worker.step(windows[:, :-1], windows[:, 1:], upstream, ahead).own_nats
         self.loss_nats = loss if self.loss_nats is None else 0.9 * self.loss_nats + 0.1 * loss
         self.position += 1
@@ -206,7 +209,7 @@ class _Trainer:
                 return {}
             case "copies":  # {blocks}: these were renewed in shared memory
                 for block in order["blocks"]:
-                    load_flat(self.copies[block], self.shared.copies[block].copy())
+                    self.copies[block].follow_flat(torch.from_numpy(self.shared.copies[block]))
                 return {}
             case "snapshot":
                 flat_weights(self.worker.block, self.shared.out)
@@ -235,7 +238,7 @@ class _Trainer:
         load_flat(twin, flat)
         blocks: list[Block | None] = [None] * self.run.model.blocks
         for j in range(self.worker.index):
-            blocks[j] = self.copies.get(j)
+            blocks[j] = self.copies[j].block if j in self.copies else None
         blocks[self.worker.index] = twin
         ce = honest_ce(ComposedModel(self.run, blocks), self.held_out)
         found = ce.block_ce_nats[self.worker.index]

@@ -6,7 +6,6 @@ staleness of a swarm can be measured on one machine. Knows nothing of data sets 
 
 from __future__ import annotations
 
-import copy
 from collections.abc import Mapping, Sequence
 from dataclasses import astuple
 from typing import Any
@@ -16,9 +15,10 @@ from torch import Tensor
 
 from protocol.errors import ModelError
 from swarm.composition import ComposedModel
-from swarm.coupling import composed_versions, oldest_needed, upstream_versions
+from swarm.coupling import composed_versions, oldest_needed
 from swarm.evaluate import honest_ce, teacher_forced_ce
 from swarm.model import Block
+from swarm.moving_copy import MovingCopy, frozen_copy
 from swarm.noise import Interval, adapt_interval
 from swarm.run import Run
 from swarm.worker import BlockWorker, StepLoss
@@ -36,14 +36,8 @@ class Versions:
 
     def push(self, blocks: Sequence[Block]) -> None:
         """Keep the blocks as they are now as the next version."""
-        decay = self.run.training.copy_decay
-        before = self.copies.get(self.newest)
         self.newest += 1
         self.copies[self.newest] = [frozen_copy(block) for block in blocks]
-        if decay > 0 and before is not None:
-            for new, old in zip(self.copies[self.newest], before, strict=True):
-                for p, q in zip(new.parameters(), old.parameters(), strict=True):
-                    p.lerp_(q, decay)
         # Whichever way a run with relay is trained, it may be composed staggered.
         oldest = oldest_needed(len(blocks), self.newest, staggered=self.run.model.relays)
         for version in [v for v in self.copies if v < oldest]:
@@ -62,6 +56,12 @@ class LocalSwarm:
             BlockWorker(run, block, device, autocast) for block in range(run.model.blocks)
         ]
         self.versions = Versions(run)
+        # What workers read: each block as of so many rounds before the newest version.
+        self.copies = {
+            (block, lag): MovingCopy(self.workers[block].block, run.training.copy_steps)
+            for worker in self.workers
+            for block, lag in self._read_by(worker.index)
+        }
         self.steps_done = 0
         self.round_ends_at = 0  # in steps; copies are renewed when a round begins
 
@@ -79,6 +79,9 @@ class LocalSwarm:
         if self.steps_done == self.round_ends_at:
             self.versions.push([worker.block for worker in self.workers])
             self.round_ends_at += self.run.training.steps_in_round(self.versions.newest)
+            self._follow_newest()
+        for moving in self.copies.values():
+            moving.move()
         losses = [
             worker.step(x, y, self._upstream(worker.index), self._next(worker.index))
             for worker, (x, y) in zip(self.workers, batches, strict=True)
@@ -108,7 +111,7 @@ class LocalSwarm:
             return live
         if staggered is None:
             staggered = self.run.training.staggered
-        if not staggered and self.run.training.copy_decay == 0:
+        if not staggered:
             return live
         # The running round's live weights are the version after the newest copy.
         numbers = composed_versions(len(live), self.versions.newest + 1, staggered)
@@ -127,6 +130,8 @@ class LocalSwarm:
         for version, blocks in self.versions.copies.items():
             for index, block in enumerate(blocks):
                 _put(tensors, f"version.{version}.{index}", block.state_dict())
+        for (index, lag), moving in self.copies.items():
+            _put(tensors, f"copy.{index}.{lag}", moving.block.state_dict())
         return tensors, {
             "steps_done": self.steps_done,
             "newest": self.versions.newest,
@@ -152,6 +157,10 @@ class LocalSwarm:
                     block = frozen_copy(worker.block)
                     block.load_state_dict(_take(tensors, f"version.{version}.{worker.index}"))
                     self.versions.copies[version].append(block)
+            if self.versions.newest >= 0:
+                self._follow_newest()
+            for (index, lag), moving in self.copies.items():  # where they were on their way
+                moving.block.load_state_dict(_take(tensors, f"copy.{index}.{lag}"))
             self._check_loaded(tensors)
         except (KeyError, IndexError, TypeError, RuntimeError, ValueError) as error:
             raise ModelError(
@@ -168,23 +177,25 @@ class LocalSwarm:
         if self.state()[0].keys() != tensors.keys():
             raise ValueError("it has tensors that the run has not")
 
-    def _upstream(self, block: int) -> list[Block]:
+    def _read_by(self, block: int) -> list[tuple[int, int]]:
+        """(block, lag) of all that a worker reads: those before it, then the next."""
         if not self.run.model.relays:
             return []
-        numbers = upstream_versions(block, self.versions.newest, self.run.training.staggered)
-        return [self.versions.get(before, version) for before, version in enumerate(numbers)]
+        staggered = self.run.training.staggered
+        read = [(before, block - 1 - before if staggered else 0) for before in range(block)]
+        looks = self.run.model.coupling == "look_ahead" and block + 1 < len(self.workers)
+        return [*read, (block + 1, 0)] if looks else read
+
+    def _follow_newest(self) -> None:
+        for (block, lag), moving in self.copies.items():
+            moving.follow(self.versions.get(block, max(0, self.versions.newest - lag)))
+
+    def _upstream(self, block: int) -> list[Block]:
+        return [self.copies[read].block for read in self._read_by(block) if read[0] < block]
 
     def _next(self, block: int) -> Block | None:
-        if self.run.model.coupling != "look_ahead" or block + 1 >= len(self.workers):
-            return None
-        return self.versions.get(block + 1, self.versions.newest)
-
-
-def frozen_copy(block: Block) -> Block:
-    """A forward-only copy: it passes gradients through to its input and keeps none."""
-    twin = copy.deepcopy(block)
-    twin.requires_grad_(False)
-    return twin
+        found = [self.copies[read].block for read in self._read_by(block) if read[0] > block]
+        return found[0] if found else None
 
 
 def optimizer_tensors(worker: BlockWorker) -> Weights:

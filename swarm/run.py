@@ -113,7 +113,7 @@ class Training:
     clip_norm: float = 1.0
     look_ahead_weight: float = 1.0  # weight of the next block's loss in a block's own objective
     staggered: bool = True  # copies in the versions they were trained against, not the newest
-    copy_decay: float = 0.0  # > 0: copies are slow-moving averages of their block's versions
+    copy_steps: float = 25.0  # copies move 1 / copy_steps of the way to a new version in each step
     denoise_share: float = 0.0  # > 0: so much of a batch trains the mode `denoise`
 
     def __post_init__(self) -> None:
@@ -128,8 +128,9 @@ class Training:
         _finite("weight_decay", self.weight_decay, low=-1e-12, high=1.0)
         _finite("look_ahead_weight", self.look_ahead_weight, low=-1e-12, high=1e3)
         _finite("final_learning_rate", self.final_learning_rate, low=-1e-12, high=1.0)
-        for name in ("beta1", "beta2", "copy_decay"):
+        for name in ("beta1", "beta2"):
             _finite(name, getattr(self, name), low=-1e-12, high=0.99999)
+        _finite("copy_steps", self.copy_steps, low=1.0 - 1e-12, high=1e6)
         _finite("denoise_share", self.denoise_share, low=-1e-12, high=0.9)
         if self.denoise_share > 0 and self.batch < 2:
             raise UsageError(

@@ -83,12 +83,15 @@ def test_updates_are_encoded_as_the_live_node_encodes_them() -> None:
 
 def test_copies_are_the_versions_that_a_live_worker_reads() -> None:
     swarm = trained(swarm_of(ExchangeRules(TOPK)), 5)
-    upstream, ahead = swarm._read(2)
-    assert ahead is None
-    for block, version in enumerate(upstream_versions(2, 5, staggered=True)):
-        expected = swarm.groups[block].versions[version]
-        assert np.array_equal(flat_weights(upstream[block]), expected)
-    assert swarm._read(0)[1] is not None
+    swarm._train(0, 0)  # no step: they only see what there is
+    wanted = dict(enumerate(upstream_versions(2, 5, staggered=True)))
+    for copies in swarm._copies[2]:
+        assert set(copies) == {0, 1}  # and there is nobody to look ahead to
+        for block, moving in copies.items():
+            moving.part = 1.0  # the rest of the way
+            expected = swarm.groups[block].versions[wanted[block]]
+            assert np.array_equal(flat_weights(moving.move()), expected)
+    assert set(swarm._copies[0][0]) == {1}
     assert all(len(group.versions) <= TINY.blocks + 2 for group in swarm.groups)
 
 

@@ -21,7 +21,7 @@ from swarm.cost import (
     parameter_counts,
     worker_memory_bytes,
 )
-from swarm.local import frozen_copy
+from swarm.moving_copy import frozen_copy
 from swarm.run import ModelShape, Run, Training
 from swarm.worker import BlockWorker, initial_block
 

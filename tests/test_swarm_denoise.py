@@ -26,8 +26,9 @@ from swarm.denoise import (
 )
 from swarm.flat import flat_weights, initial_flat, state_of
 from swarm.generate import Sampling
-from swarm.local import LocalSwarm, frozen_copy
+from swarm.local import LocalSwarm
 from swarm.model import Block, NoisyInput, block_of
+from swarm.moving_copy import frozen_copy
 from swarm.noise import target_table
 from swarm.run import Run
 from swarm.runfile import RunFileError, parse

@@ -98,7 +98,7 @@ def runfiles(draw: st.DrawFn) -> RunFile:
         clip_norm=draw(small_floats(1e-3, 1e6)),
         look_ahead_weight=draw(small_floats(0, 100)),
         staggered=draw(st.booleans()),
-        copy_decay=draw(small_floats(0, 0.999)),
+        copy_steps=draw(small_floats(1, 999)),
     )
     training = replace(training, steps=scheduled_steps(training, rounds.count))
     spec = draw(st.sampled_from(get_args(DataName)))

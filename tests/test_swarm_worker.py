@@ -8,8 +8,8 @@ import pytest
 import torch
 from conftest import ALL_KINDS, MakeRun
 
-from swarm.local import frozen_copy
 from swarm.model import Block
+from swarm.moving_copy import frozen_copy
 from swarm.noise import block_interval
 from swarm.run import Run
 from swarm.worker import (
