@@ -20,10 +20,12 @@ from swarm.worker import initial_block
 settings.register_profile("blockswarm", deadline=None, derandomize=True)
 settings.load_profile("blockswarm")
 
-# A shell starts background jobs with SIGINT ignored, their children inherit that, and tests that
-# press Ctrl-C would wait for ever.
+# A shell starts background jobs with SIGINT ignored, and nohup does so with SIGHUP; their children
+# inherit that, and tests that press Ctrl-C or hang up would wait for ever.
 if signal.getsignal(signal.SIGINT) is signal.SIG_IGN:
     signal.signal(signal.SIGINT, signal.default_int_handler)
+if signal.getsignal(signal.SIGHUP) is signal.SIG_IGN:
+    signal.signal(signal.SIGHUP, signal.SIG_DFL)
 
 MakeRun = Callable[..., Run]
 MakeModel = Callable[..., ComposedModel]

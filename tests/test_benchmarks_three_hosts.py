@@ -185,7 +185,7 @@ def test_a_disagreement_is_told_with_who_stood_where() -> None:
     assert first.startswith("5 a: c5 of round 5, decided")
     assert second.startswith("5 b: x of round 5, syncing")
     assert (
-        "pytest" in storm_checks.words(os.getpid()) and storm_checks.words(2**30) == "gone by now"
+        "python" in storm_checks.words(os.getpid()) and storm_checks.words(2**30) == "gone by now"
     )
 
 

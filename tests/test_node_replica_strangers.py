@@ -47,7 +47,7 @@ async def with_liar(swarm: Swarm, lie: Lie) -> None:
     parts = [c for m in honest for e in m.entries if (c := e.contribution_of(me))]
     if lie in (Lie.SCALE, Lie.SIGN_FLIP, Lie.POISON):
         assert any(c.scale == 0 for c in parts), lie
-    elif lie not in (Lie.NOISE, Lie.BIAS):  # of an ordinary norm: the rule's known limit
+    elif lie not in (Lie.NOISE, Lie.BIAS, Lie.STALL):  # of an ordinary norm: the rule's limit
         assert refused, lie
         assert me in {peer for m in honest for peer in m.exclusions}, lie
         assert all(why for m in honest for why in m.reasons), lie
