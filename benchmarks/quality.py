@@ -115,7 +115,6 @@ def variants(quick: bool) -> list[Variant]:
     add("independent, edm", other, sigma_min=1.0, **edm)
     add("look-ahead, copies 50 steps old, trained on newest versions", other, staggered=False)
     add("look-ahead, no short rounds early", other, short_rounds=0)
-    add("look-ahead, copies that jump", other, copy_steps=1.0)
     add("look-ahead, every block its own bytes", other, own_streams=True)
     add("look-ahead, block 1 offline for a fifth", other, offline=(1, 0.4, 0.6))
     for age in (1, 10, 200):
@@ -126,6 +125,15 @@ def variants(quick: bool) -> list[Variant]:
     for rate in (1.5e-3, 2e-3, 5e-3):
         add(f"look-ahead, learning rate {rate:g}", other, learning_rate=rate)
     add("look-ahead, its loss with weight 3", other, look_ahead_weight=3.0)
+    jump: dict[str, Any] = {"copy_steps": 1.0}  # as everything was before copies moved
+    add("copies that jump, 6 MB", headline, **jump)
+    add("copies that jump", other, **jump)
+    add("copies that jump, 10 steps old", other, steps_per_round=10, **jump)
+    add("copies that jump, z removed", other, objective="plain", **jump)
+    add("copies that jump, trained on newest versions", other, staggered=False, **jump)
+    for rate in (2e-3, 5e-3):
+        add(f"copies that jump, learning rate {rate:g}", other, learning_rate=rate, **jump)
+    add("copies that jump, look-ahead's loss with weight 3", other, look_ahead_weight=3.0, **jump)
     return rows
 
 
