@@ -85,7 +85,7 @@ without_option = click.option(
     "--steps-per-round", type=int, default=50, show_default=True, help="Age of copies, in steps."
 )
 @click.option("--batch", type=int, default=8, show_default=True, help="Windows in a step.")
-@click.option("--learning-rate", type=float, default=3e-3, show_default=True, help="At its peak.")
+@click.option("--learning-rate", type=float, default=2e-3, show_default=True, help="At its peak.")
 @click.option(
     "--denoise-share",
     type=float,

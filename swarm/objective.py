@@ -106,7 +106,8 @@ class DenoisingObjective:
         z = noised(y, self.targets, sigma, generator)
         if self.kind == "bayes":
             hidden = block.hidden(x, relay)
-            rows = Evidence(z.flatten(0, 1), self.targets, sigma.repeat_interleave(y.shape[1]))
+            each = sigma.unsqueeze(1).expand(y.shape).flatten()
+            rows = Evidence(z.flatten(0, 1), self.targets, each)
             return block.head_loss(hidden, y, rows), hidden
         losses = _cross_entropy(edm_logits(block, x, z, sigma, self.targets), y)
         weight = edm_weight(sigma, self.sigma_data) if self.weighted else torch.ones_like(sigma)

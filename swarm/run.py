@@ -104,7 +104,7 @@ class Training:
     steps_per_round: int = 50  # copies of other blocks are refreshed once a round
     short_rounds: int = 20  # so many first rounds are shorter, growing linearly to the full length
     batch: int = 8
-    learning_rate: float = 3e-3
+    learning_rate: float = 2e-3
     final_learning_rate: float = 0.02  # as a share of learning_rate
     warmup_steps: int = 40
     weight_decay: float = 0.05
