@@ -41,7 +41,7 @@ def parse(name: str, argv: Sequence[str] | None = None) -> argparse.Namespace:
     parser.add_argument("--quick", action="store_true", help="the same at a smaller scale (<1 min)")
     parser.add_argument("--out", type=Path, help="where the JSON goes (default: results/)")
     parser.add_argument("--jobs", type=int, default=1, help="rows measured side by side")
-    parser.add_argument("--only", default="", help="only rows whose name contains this")
+    parser.add_argument("--only", default="", help="only the row of this name, or those that contain it")
     options = parser.parse_args(argv)
     if options.out is None:
         options.out = RESULTS / f"{name}{'_quick' if options.quick else ''}.json"
@@ -62,7 +62,8 @@ def measure_rows(
     would). The file is rewritten after every row, so a cut costs only the rows under way.
     """
     table = list(variants)
-    wanted = [v for v in table if options.only in v.name]
+    wanted = [v for v in table if v.name == options.only]
+    wanted = wanted or [v for v in table if options.only in v.name]
     done = {row["key"]: row for row in _rows_of(options.out)}
     todo = [v for v in wanted if v.key not in done]
     print(f"{name}: {len(wanted) - len(todo)} rows are there, {len(todo)} to measure", flush=True)
