@@ -22,6 +22,7 @@ from benchmarks import harness
 from benchmarks.exchange import Diverged, ExchangeRules, ExchangeSwarm
 from benchmarks.exchange_rows import DEFAULT, HeldOut, SmallRow, cpu_minutes, train
 from node.data import benchmark_corpus
+from node.memory import keep_freed_memory
 from protocol.limits import PEER_ID_BYTES
 from swarm.aggregate import Rule
 from swarm.feedback import unsent
@@ -134,6 +135,7 @@ def unchecked(
 
 
 def measure(variant: Variant) -> dict[str, Any]:
+    keep_freed_memory()
     torch.set_num_threads(1)
     run = variant.run
     rules = ExchangeRules(DEFAULT)

@@ -41,7 +41,7 @@ def parse(name: str, argv: Sequence[str] | None = None) -> argparse.Namespace:
     parser.add_argument("--quick", action="store_true", help="the same at a smaller scale (<1 min)")
     parser.add_argument("--out", type=Path, help="where the JSON goes (default: results/)")
     parser.add_argument("--jobs", type=int, default=1, help="rows measured side by side")
-    parser.add_argument("--only", default="", help="only the row of this name, or those that contain it")
+    parser.add_argument("--only", default="", help="the row of this name, or all with it")
     options = parser.parse_args(argv)
     if options.out is None:
         options.out = RESULTS / f"{name}{'_quick' if options.quick else ''}.json"

@@ -17,6 +17,7 @@ from benchmarks import harness
 from benchmarks.exchange import ExchangeRules, ExchangeSwarm
 from benchmarks.exchange_rows import DEFAULT, HeldOut, SmallRow, cpu_minutes, train
 from node.data import benchmark_corpus
+from node.memory import keep_freed_memory
 
 REPLICAS = (2, 2, 2)
 
@@ -41,6 +42,7 @@ def variants(quick: bool) -> list[Variant]:
 
 
 def measure(variant: Variant) -> dict[str, Any]:
+    keep_freed_memory()
     torch.set_num_threads(1)
     run = variant.run
     rules = ExchangeRules(DEFAULT, variant.participation, variant.late_rounds)
