@@ -20,6 +20,7 @@ import torch
 from torch.profiler import ProfilerActivity, profile
 
 from benchmarks import harness
+from node.memory import keep_freed_memory
 from swarm.moving_copy import frozen_copy
 from swarm.reference import ReferenceWorker
 from swarm.run import Coupling, ModelShape, Run
@@ -38,6 +39,7 @@ SHAPES = {
 
 
 def run(quick: bool) -> tuple[harness.Figures, harness.Rows]:
+    keep_freed_memory()  # as the training process does
     torch.set_num_threads(1)
     names = ["1.6M"] if quick else list(SHAPES)
     repeats = {"1.6M": 5} if quick else {"1.6M": 31, "25M": 7}
@@ -134,6 +136,7 @@ def peak_megabytes(name: str, coupling: Coupling | None, block: int) -> float:
 
 
 def _measure_peak(send: Any, name: str, coupling: Coupling | None, block: int) -> None:
+    keep_freed_memory()
     torch.set_num_threads(1)
     # What torch imports and allocates once, for any model: about 100 MB that both sides have.
     tiny = ModelShape(blocks=1, layers=1, width=16, heads=2, context=8)

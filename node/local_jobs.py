@@ -23,6 +23,7 @@ from node.local_training import (
     has_checkpoint,
     held_out_batches,
 )
+from node.memory import keep_freed_memory
 from node.model_folder import data_spec, has_model, load_model, read_manifest
 from node.terminal import ByteWriter, DownloadDisplay, TrainingDisplay, say, stop_on_signals
 from protocol.errors import DataError, UsageError
@@ -67,6 +68,7 @@ def train_blocks(out: Path, options: Mapping[str, Any], given: set[str]) -> Fact
         run = _run_of(options)
         _refuse_used_folder(out, options["overwrite"])
     make_deterministic(threads)
+    keep_freed_memory()
     training = LocalTraining(run, _corpus(data), data, out, device)
     with hold_folder(out):
         if resume:

@@ -28,6 +28,7 @@ from node.atomic import write_atomically
 from node.data import Corpus, load_corpus
 from node.device import autocast_dtype, choose_device
 from node.local_training import held_out_batches
+from node.memory import keep_freed_memory
 from node.windows import WindowStream, stream_seed
 from protocol.errors import BlockswarmError, DataError
 from swarm.composition import ComposedModel
@@ -127,6 +128,7 @@ def trainer_main(connection: Connection, order: dict[str, Any], memory: Any) -> 
     """The process. It ends when it is told to, or when the other end of the pipe is gone."""
     signal.signal(signal.SIGINT, signal.SIG_IGN)  # Ctrl-C reaches us too; the node decides
     os.nice(5)  # the network's loop comes first
+    keep_freed_memory()
     settings = TrainerSettings(**order["settings"])
     shared = shared_weights(memory, order["own_size"], order["copy_sizes"])
     try:
