@@ -105,8 +105,11 @@ _LIBC = _libc()  # loaded here: between fork and exec nothing may be
 _PR_SET_PDEATHSIG = 1
 
 
-def _leave_with_the_demo() -> None:
-    """In the child: leave when the demo is gone, also if it was killed. Only Linux can."""
+def leave_with_parent() -> None:
+    """In a child, before it is a program: leave when the parent is gone, however it went.
+
+    Only Linux can.
+    """
     if _LIBC is not None:
         _LIBC.prctl(_PR_SET_PDEATHSIG, signal.SIGTERM)
 
@@ -128,7 +131,7 @@ class DemoSwarm:
             stderr=subprocess.PIPE,
             text=True,
             start_new_session=True,
-            preexec_fn=_leave_with_the_demo,
+            preexec_fn=leave_with_parent,
         )
         worker = Worker(name, process)
         worker.listen()

@@ -3,7 +3,7 @@
 Decides one thing for the C library's allocator. A round makes and drops hundreds of arrays of some
 megabytes, and so does a training step; glibc returns such a one to the system at once and gets it
 back page by page, each page zeroed anew, which was up to half of the time of decoding an update and
-a tenth of a step's. Arrays above 32 MB are returned as before. Knows nothing of what the arrays are.
+a tenth of a step's. Arrays above 32 MB are returned as before. Does not know what the arrays are.
 """
 
 from __future__ import annotations

@@ -21,6 +21,7 @@ from pathlib import Path
 from typing import Any, TypeVar
 
 from node.cli_operator import emit, preset
+from node.demo import leave_with_parent
 from swarm.run import ModelShape
 from swarm.runfile import ExchangeRules, RoundSchedule, RunFile, scheduled_steps
 
@@ -68,6 +69,7 @@ class Process:
             text=True,
             env=environment,
             start_new_session=True,  # a group of its own: to be sure that none of it is left
+            preexec_fn=leave_with_parent,  # also when a time limit kills the tests
         )
         self.out: list[str] = []
         self.err: list[str] = []
