@@ -22,6 +22,8 @@ from multiprocessing import get_context
 from pathlib import Path
 from typing import Any
 
+from node.child_process import leave_with_parent
+
 ROOT = Path(__file__).resolve().parent.parent
 RESULTS = Path(__file__).resolve().parent / "results"
 
@@ -68,7 +70,8 @@ def measure_rows(
     todo = [v for v in wanted if v.key not in done]
     print(f"{name}: {len(wanted) - len(todo)} rows are there, {len(todo)} to measure", flush=True)
     order = {v.key: place for place, v in enumerate(table)}
-    with ProcessPoolExecutor(options.jobs, mp_context=get_context("spawn")) as pool:
+    context = get_context("spawn")
+    with ProcessPoolExecutor(options.jobs, context, initializer=leave_with_parent) as pool:
         futures = {pool.submit(measure, v): v for v in todo}
         for future in as_completed(futures):
             variant = futures[future]

@@ -9,7 +9,6 @@ however it ends.
 from __future__ import annotations
 
 import contextlib
-import ctypes
 import json
 import os
 import shutil
@@ -23,6 +22,7 @@ from pathlib import Path
 from threading import Thread
 from typing import Any
 
+from node.child_process import leave_with_parent
 from protocol.errors import BlockswarmError
 from swarm.events import EventError, LogEvent, NodeEvent, RoundEvent, from_line
 from swarm.run import ModelShape, Run, Training
@@ -92,26 +92,6 @@ class Worker:
 def _drain(stream: Any, hear: Callable[[str], None]) -> None:
     for line in stream:
         hear(line)
-
-
-def _libc() -> Any:
-    with contextlib.suppress(OSError, AttributeError):
-        libc = ctypes.CDLL(None)
-        return libc if libc.prctl else None
-    return None
-
-
-_LIBC = _libc()  # loaded here: between fork and exec nothing may be
-_PR_SET_PDEATHSIG = 1
-
-
-def leave_with_parent() -> None:
-    """In a child, before it is a program: leave when the parent is gone, however it went.
-
-    Only Linux can.
-    """
-    if _LIBC is not None:
-        _LIBC.prctl(_PR_SET_PDEATHSIG, signal.SIGTERM)
 
 
 class DemoSwarm:

@@ -20,8 +20,8 @@ from dataclasses import replace
 from pathlib import Path
 from typing import Any, TypeVar
 
+from node.child_process import leave_with_parent
 from node.cli_operator import emit, preset
-from node.demo import leave_with_parent
 from swarm.run import ModelShape
 from swarm.runfile import ExchangeRules, RoundSchedule, RunFile, scheduled_steps
 
