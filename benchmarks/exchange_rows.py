@@ -33,7 +33,7 @@ class SmallRow:
     """A row of three thin blocks: enough to see who harms whom, in minutes."""
 
     STEPS: ClassVar[int] = 4
-    ROUNDS: ClassVar[int] = 60
+    ROUNDS: ClassVar[int] = 40
 
     name: str
     _: KW_ONLY
