@@ -326,21 +326,23 @@ def mean_step(total: FixedUpdate, count: int) -> FixedUpdate:
     return FixedUpdate(total.size, total.indices[kept], values[kept])
 
 
-def apply_step(consensus: Quanta, delta: FixedUpdate) -> tuple[Quanta, FixedUpdate]:
-    """The next consensus, and the step as it really was.
+def apply_step(
+    consensus: Quanta, delta: FixedUpdate, room: Quanta | None = None
+) -> tuple[Quanta, FixedUpdate]:
+    """The next consensus (written to `room` if there is one), and the step as it really was.
 
     A weight that would leave int32 stays at its edge; the returned step says so, which makes every
     step of the log exactly reversible: old + step = new and new - step = old.
     """
     edge = VALUE_LIMIT - 1
-    new, whole = np.empty_like(consensus), True
+    new, whole = np.empty_like(consensus) if room is None else room, True
     if delta.indices is not None:
         cut = Cut(delta)
         for start in range(0, len(consensus), CUT):
             here = new[start : start + CUT]
             here[:] = consensus[start : start + CUT]
             at, span = cut.piece(start)
-            after = here[at] + delta.values[span]  # int64
+            after = here.take(at, mode="clip") + delta.values[span]  # int64
             if len(at) and magnitude(after) > edge:
                 whole = False
                 np.clip(after, -edge, edge, out=after)
