@@ -13,6 +13,12 @@ the memory); the first rounds of each are not counted.
                 tensors are averaged. Its matchmaking (finding the group) comes before that: it
                 stands in `matchmaking_s` and counts neither in `seconds` nor in any figure.
 
+CPU per peer: of its process with all threads, its p2pd and whatever else it started, from the order
+to begin until the last peer is done. Both systems have work that is not part of the step: ours puts
+its record into the DHT and prepares for the next round up to 2.5 s later, hivemind's keeps its DHT
+alive. It counts in no figure, but stands in the rows: `cpu_s_later_per_peer` is the CPU of the 3 s
+after the last of the timed rounds, idling included.
+
 Two links. Loopback as it is: no link at all, so the round takes as long as the CPU of all peers
 together on this machine's cores. And, with 10 MB, loopback held to 100 Mbit/s per peer (in all, not
 each), which is nearer to what hosts have at home.
@@ -26,15 +32,22 @@ come; with the dense codecs it is the codec's error.
 Killed: one of four is killed (-9, with its p2pd) in the middle of a round, and the error is against
 the mean of the survivors. Ours dies when half of its update is sent; hivemind's after half of the
 time that its all-reduce usually takes.
+
+Made to run unattended in under 25 minutes on 2 idle cores: 5 repeats at 10 MB, 3 at 100 MB, and 3
+kills. Every group of rows is written when it is there. Started again at the same commit it goes on
+with the groups that are missing; at another commit it measures all of them again, and what is there
+of older code stays until its group is replaced.
 """
 
 from __future__ import annotations
 
+import argparse
 import asyncio
 import json
 import statistics
 import tempfile
-from collections.abc import Sequence
+from collections.abc import Awaitable, Callable, Iterator, Sequence
+from functools import partial
 from pathlib import Path
 from typing import Any
 
@@ -60,6 +73,7 @@ OUR_CODECS = (DEFAULT_CODEC, DENSE)
 THEIR_CODECS = ("fp16", EIGHT_BIT)
 LINKS_MBIT = (None, 100)  # per peer
 MATCH_TRIES = 5
+LATER_S = 3.0  # after a round: what was put off until then
 NEEDED = 20  # bytes of memory for each byte that a peer averages: more than either system takes
 # In timed rounds nobody is late: the deadline is far away, and a round ends when all votes are in.
 PATIENT = {
@@ -115,13 +129,23 @@ async def warm_up(ours: Peers, codec: str, vectors: Sequence[Path]) -> None:
     await ours.tell_all({"op": "decide", "codec": codec})
 
 
-async def our_round(ours: Peers, codec: str, vectors: Sequence[Path], mean: Path) -> dict[str, Any]:
+async def cpu_later_s(system: Peers) -> float:
+    """CPU seconds of all peers in the time after a round."""
+    before_s = system.cpu_s()
+    await asyncio.sleep(LATER_S)
+    return system.cpu_s() - before_s
+
+
+async def our_round(
+    ours: Peers, codec: str, vectors: Sequence[Path], mean: Path, later: bool = False
+) -> dict[str, Any]:
     await ours.load(codec, vectors)
     before = await ours.tell_all({"op": "counters", "codec": codec})
     cpu_s = ours.cpu_s()
     told = await ours.tell_all({"op": "go", "codec": codec, "at_s": soon_s()})
     cpu_s = ours.cpu_s() - cpu_s
     after = await ours.tell_all({"op": "counters", "codec": codec})
+    later_s = {"cpu_later_s": await cpu_later_s(ours) / len(vectors)} if later else {}
     checks = await ours.tell_all({"op": "check", "codec": codec, "path": str(mean)})
     count = len(vectors)
     return {
@@ -131,6 +155,7 @@ async def our_round(ours: Peers, codec: str, vectors: Sequence[Path], mean: Path
         "ledger": (ledger_of(after) - ledger_of(before)) / count,
         "error": max(c["error"] for c in checks),
         "included": min(c["included"] for c in checks),
+        **later_s,
     }
 
 
@@ -148,7 +173,7 @@ async def match(theirs: Peers, codec: str) -> list[dict[str, Any]]:
 
 
 async def their_round(
-    theirs: Peers, codec: str, vectors: Sequence[Path], mean: Path
+    theirs: Peers, codec: str, vectors: Sequence[Path], mean: Path, later: bool = False
 ) -> dict[str, Any]:
     await theirs.load(codec, vectors)
     matched = await match(theirs, codec)
@@ -158,6 +183,7 @@ async def their_round(
     told = await theirs.tell_all({"op": "go", "codec": codec, "at_s": soon_s()})
     cpu_s = theirs.cpu_s() - cpu_s
     after = await theirs.tell(0, count)
+    later_s = {"cpu_later_s": await cpu_later_s(theirs) / len(vectors)} if later else {}
     checks = await theirs.tell_all({"op": "check", "codec": codec, "path": str(mean)})
     return {
         "seconds": max(t["seconds"] for t in told),
@@ -166,6 +192,7 @@ async def their_round(
         "bytes": (after["lo_bytes"] - before["lo_bytes"]) / len(vectors),
         "error": max(c["error"] for c in checks),
         "included": min(t.get("group", 0) for t in told),
+        **later_s,
     }
 
 
@@ -196,10 +223,12 @@ async def measure(
                     print("skipped: a slower link needs network namespaces and tc", flush=True)
                     continue
                 done: dict[tuple[str, str], list[dict[str, Any]]] = {}
-                for number in range((repeats if link is None else min(repeats, 3)) + 1):
+                last = repeats if link is None else min(repeats, 3)
+                for number in range(last + 1):
+                    later = number == last and link is None
                     for mine, other in turns(our_codecs)[: 2 if link is None else 1]:
-                        first = await our_round(ours, mine, vectors, mean)
-                        second = await their_round(theirs, other, vectors, mean)
+                        first = await our_round(ours, mine, vectors, mean, later)
+                        second = await their_round(theirs, other, vectors, mean, later)
                         if number:  # the first warms up
                             done.setdefault(("ours", mine), []).append(first)
                             done.setdefault(("hivemind", other), []).append(second)
@@ -224,10 +253,16 @@ async def measure_apart(
         mine, other = turns(OUR_CODECS[:1])[0]
         async with peers("ours", count, folder, prefix, {**facts, "codecs": [mine]}) as ours:
             await warm_up(ours, mine, vectors)
-            rounds = [await our_round(ours, mine, vectors, mean) for _ in range(repeats + 1)]
+            rounds = [
+                await our_round(ours, mine, vectors, mean, number == repeats)
+                for number in range(repeats + 1)
+            ]
             found["ours", mine] = rounds[1:]
         async with peers("hivemind", count, folder, prefix, {**facts, "codecs": [other]}) as theirs:
-            rounds = [await their_round(theirs, other, vectors, mean) for _ in range(repeats + 1)]
+            rounds = [
+                await their_round(theirs, other, vectors, mean, number == repeats)
+                for number in range(repeats + 1)
+            ]
             found["hivemind", other] = rounds[1:]
     rows = [row(*names, count, size_mb, None, rounds) for names, rounds in found.items()]
     for each in rows:
@@ -269,6 +304,8 @@ def row(
         "codec": codec,
         "seconds_each": [round(f["seconds"], 3) for f in found],
     }
+    if "cpu_later_s" in found[-1]:
+        result["cpu_s_later_per_peer"] = round(found[-1]["cpu_later_s"], 3)
     for key, scale in (("matchmaking", 1.0), ("ledger", MB)):
         if key in found[0]:
             unit = {"matchmaking": "matchmaking_s", "ledger": "ledger_mb_per_peer"}[key]
@@ -397,31 +434,63 @@ def figures_of(rows: harness.Rows) -> harness.Figures:
     return figures
 
 
-def run(quick: bool) -> tuple[harness.Figures, harness.Rows]:
-    return asyncio.run(run_all(quick))
+# --- all of it, group by group
 
 
-async def run_all(quick: bool) -> tuple[harness.Figures, harness.Rows]:
-    rows: harness.Rows = []
+Measure = Callable[[Sequence[str]], Awaitable[harness.Rows]]
+
+
+def groups(quick: bool) -> Iterator[tuple[str, Measure]]:
+    """What is measured together, by its name."""
+    for count in (4,) if quick else (2, 4, 8):
+        for size_mb in (1,) if quick else (10, 100):
+            yield f"{count} peers, {size_mb} MB", partial(measure_pair, count, size_mb, quick)
+    for repeat in range(1 if quick else 3):
+        size_mb, theirs = 1 if quick else 10, THEIR_CODECS[:1]
+        yield f"killed {repeat}", partial(measure_killed, size_mb, repeat, theirs)
+
+
+async def measure_pair(
+    count: int, size_mb: int, quick: bool, prefix: Sequence[str]
+) -> harness.Rows:
+    repeats = 2 if quick else {10: 5, 100: 3}[size_mb]
+    links = LINKS_MBIT if size_mb < 100 else LINKS_MBIT[:1]
+    # Dense steps are kept as int64, 200 MB each: four peers do not fit into 16 GB.
+    ours = OUR_CODECS if count * size_mb <= 200 else OUR_CODECS[:1]
+    if count * size_mb * MB * NEEDED > available_bytes():
+        print(f"skipped for its memory: {count} peers, {size_mb} MB", flush=True)
+        return []
+    if count * size_mb > 400:
+        return await measure_apart(count, size_mb, repeats, prefix)
+    return await measure(count, size_mb, repeats, ours, prefix, links)
+
+
+def is_of(row: dict[str, Any], group: str, commit: str) -> bool:
+    """A result that is being written makes the tree dirty: that does not count."""
+    same = str(row.get("commit")).removesuffix("-dirty") == commit.removesuffix("-dirty")
+    return row.get("group") == group and same
+
+
+async def run(options: argparse.Namespace) -> None:
+    commit = harness.commit()
+    kept = {row["name"]: row for row in harness.rows_of(options.out)}
     with namespace() as prefix:
-        for count in (4,) if quick else (2, 4, 8):
-            for size_mb in (1,) if quick else (10, 100):
-                repeats = 2 if quick else {10: 5, 100: 3}[size_mb]
-                links = LINKS_MBIT if size_mb < 100 else LINKS_MBIT[:1]
-                # Dense steps are kept as int64, 200 MB each: four peers do not fit into 16 GB.
-                ours = OUR_CODECS if count * size_mb <= 200 else OUR_CODECS[:1]
-                if count * size_mb * MB * NEEDED > available_bytes():
-                    print(f"skipped for its memory: {count} peers, {size_mb} MB", flush=True)
-                elif count * size_mb > 400:
-                    rows += await measure_apart(count, size_mb, repeats, prefix)
-                else:
-                    rows += await measure(count, size_mb, repeats, ours, prefix, links)
-        hold_to(prefix, None)
-        for repeat in range(1 if quick else 3):
-            theirs = THEIR_CODECS[:1]
-            rows += await measure_killed(1 if quick else 10, repeat, theirs, prefix)
-    return figures_of(rows), rows
+        for name, work in groups(options.quick):
+            if options.only not in name:
+                continue
+            if any(
+                (row.get("group"), row.get("commit")) == (name, commit) for row in kept.values()
+            ):
+                print(f"{name}: is there", flush=True)
+                continue
+            hold_to(prefix, None)
+            found = [{**row, "group": name, "commit": commit} for row in await work(prefix)]
+            if found:
+                kept = {n: row for n, row in kept.items() if row.get("group") != name}
+                kept |= {row["name"]: row for row in found}
+                rows = list(kept.values())
+                harness.write(options, "averaging", figures_of(rows), rows, {"seeds": [SEED]})
 
 
 if __name__ == "__main__":
-    harness.main("averaging", run, seeds=[SEED])
+    asyncio.run(run(harness.parse("averaging")))

@@ -66,7 +66,7 @@ def measure_rows(
     table = list(variants)
     wanted = [v for v in table if v.name == options.only]
     wanted = wanted or [v for v in table if options.only in v.name]
-    done = {row["key"]: row for row in _rows_of(options.out)}
+    done = {row["key"]: row for row in rows_of(options.out)}
     todo = [v for v in wanted if v.key not in done]
     print(f"{name}: {len(wanted) - len(todo)} rows are there, {len(todo)} to measure", flush=True)
     order = {v.key: place for place, v in enumerate(table)}
@@ -76,8 +76,8 @@ def measure_rows(
         for future in as_completed(futures):
             variant = futures[future]
             # Rows of one file may be of several sessions: each says of which code it is.
-            row = {"name": variant.name, "key": variant.key, "commit": _commit(), **future.result()}
-            done = {r["key"]: r for r in _rows_of(options.out)} | {variant.key: row}
+            row = {"name": variant.name, "key": variant.key, "commit": commit(), **future.result()}
+            done = {r["key"]: r for r in rows_of(options.out)} | {variant.key: row}
             rows = sorted(done.values(), key=lambda r: order.get(r["key"], len(order)))
             write(options, name, figures(rows), rows, facts)
     rows = list(done.values())
@@ -91,7 +91,7 @@ def write(
     result = {
         "name": name,
         "command": f"python -m benchmarks.{name}" + (" --quick" if options.quick else ""),
-        "commit": _commit(),
+        "commit": commit(),
         "date": datetime.datetime.now(datetime.UTC).isoformat(timespec="seconds"),
         "environment": environment(),
         **facts,
@@ -128,7 +128,7 @@ def _version(package: str) -> str | None:
         return None
 
 
-def _rows_of(path: Path) -> Rows:
+def rows_of(path: Path) -> Rows:
     if not path.exists():
         return []
     rows: Rows = json.loads(path.read_text())["rows"]
@@ -143,7 +143,7 @@ def _cpu() -> str:
     return next((line.split(":")[1].strip() for line in lines if "model name" in line), "unknown")
 
 
-def _commit() -> str:
+def commit() -> str:
     command = ["git", "describe", "--always", "--dirty", "--abbrev=12"]
     done = subprocess.run(command, cwd=ROOT, capture_output=True, text=True, check=False)
     return done.stdout.strip() or "unknown"

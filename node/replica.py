@@ -24,6 +24,7 @@ from node.consensus import Consensus
 from node.exchange import Exchange, Held, ReplicaSettings
 from node.fetch import FetchError, LogFetcher, Peers, Quanta
 from node.own_updates import OwnUpdate
+from node.room import Room
 from node.running_weights import Moment, Parts, RunningWeights, Weights
 from protocol.identity import Identity, peer_text
 from protocol.messages import Purpose
@@ -133,6 +134,7 @@ class Replica:
         self.muted = False  # over its budget: it hears and trains, and moves no bulk
         self._computed: dict[bytes, _Computed] = {}
         self._trend, self._trend_lock = Trend(), asyncio.Lock()
+        self._room = Room()
         self._decided = asyncio.Event()  # the exchange of this round has led to a step
         self._prepared: _Prepared | None = None
         self._heard: dict[str, int] = {}  # the others of this block -> last heard in this round
@@ -374,10 +376,10 @@ class Replica:
         found = {h.ref.digest: h for h in held if h is not None}
         updates = [found[ref.digest].update for ref in action.refs]
         weights, steps = consensus.weights, consensus.recent_steps(log)
-        trend = self._trend
+        trend, room = self._trend, self._room.take(len(weights))
 
         def compute() -> _Computed:
-            trend.follow(steps, weights)
+            trend.follow(steps)
             result = aggregate(
                 updates,
                 recent_norms=log.recent_norms(),
@@ -390,7 +392,7 @@ class Replica:
                 for ref, scale, score in zip(action.refs, result.scales, scores, strict=True)
             ]
             parts.sort(key=lambda c: c.digest)
-            new, made = apply_step(weights, result.delta)
+            new, made = apply_step(weights, result.delta, room)
             entry = Entry(
                 action.round,
                 action.base,
@@ -410,6 +412,7 @@ class Replica:
 
     def _apply(self, entry: Entry) -> FixedUpdate:
         computed = self._computed.pop(entry.digest)
+        self._room.keep(self.consensus.weights)
         self.consensus.advance(entry, computed.new, computed.step, computed.payloads)
         self.consensus.prune(self.state.log)
         self.listener.stepped(entry)
@@ -423,8 +426,7 @@ class Replica:
         await asyncio.sleep(PREPARE_S)
         log, consensus = self.state.log, self.consensus
         async with self._trend_lock:
-            steps, weights = consensus.recent_steps(log), consensus.weights
-            await asyncio.to_thread(self._trend.follow, steps, weights)
+            await asyncio.to_thread(self._trend.follow, consensus.recent_steps(log))
 
     async def _fetch(self, action: act.FetchConsensus) -> None:
         """Get the chain to another head and all that the move needs, prove it, then say so."""

@@ -303,13 +303,15 @@ class Channel:
 
     async def receive_head(self, max_payload_bytes: int | None = None) -> Head:
         """Read up to the payload. `max_payload_bytes` is stricter than the kind's own limit."""
-        version = await self._read_exactly(_VERSION.size, first=True)
-        magic, major, minor = _VERSION.unpack(version)
+        # Of another version nothing but the first 6 bytes need be there.
+        prefix = await self._read_exactly(_VERSION.size, PREFIX_BYTES, first=True)
+        magic, major, minor = _VERSION.unpack_from(prefix)
         if magic != MAGIC:
             raise Malformed("this is not a blockswarm frame")
         check_version(major, minor)
-        rest = await self._read_exactly(_REST.size)
-        kind, flags, header_bytes, payload_bytes = _REST.unpack(rest)
+        if len(prefix) < PREFIX_BYTES:
+            prefix += await self._read_exactly(PREFIX_BYTES - len(prefix))
+        kind, flags, header_bytes, payload_bytes = _REST.unpack_from(prefix, _VERSION.size)
         if kind not in self.limits:
             raise UnknownKind(kind)
         if flags & _CRITICAL_FLAGS:
@@ -317,7 +319,7 @@ class Channel:
         self._check_limits(kind, header_bytes, payload_bytes, max_payload_bytes)
         tail = await self._read_exactly(header_bytes + CHECK_BYTES)
         header, check = tail[:header_bytes], tail[header_bytes:]
-        if content_digest(version + rest + header)[:CHECK_BYTES] != check:
+        if content_digest(prefix + header)[:CHECK_BYTES] != check:
             raise Malformed("the check of a frame's header is wrong")
         if payload_bytes == 0:
             self.tally.frames_in += 1
@@ -375,8 +377,9 @@ class Channel:
             raise Malformed("the transport returned more than it was asked for")
         return data
 
-    async def _read_exactly(self, size_bytes: int, first: bool = False) -> bytes:
-        data = await self._read(size_bytes)
+    async def _read_exactly(self, size_bytes: int, most: int = 0, first: bool = False) -> bytes:
+        """So many bytes; up to `most` if they are there already."""
+        data = await self._read(max(size_bytes, most))
         if first and not data:
             raise StreamEnded("the peer closed the stream")
         while len(data) < size_bytes:

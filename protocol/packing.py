@@ -10,6 +10,7 @@ from __future__ import annotations
 import dataclasses
 import math
 from collections.abc import Callable, Iterable
+from functools import cache
 from typing import Any, TypeVar, cast
 
 import msgpack
@@ -198,10 +199,15 @@ def wire(name: str, check: Check, default: object = dataclasses.MISSING) -> Any:
     return dataclasses.field(default=default, metadata=metadata)
 
 
+@cache
+def _fields(cls: Any) -> tuple[dataclasses.Field[Any], ...]:
+    return dataclasses.fields(cls)
+
+
 def to_map(value: Any) -> dict[str, object]:
     """The map of a dataclass. Defaults are left out: one value has exactly one encoding."""
     result: dict[str, object] = {}
-    for field in dataclasses.fields(value):
+    for field in _fields(cast(Any, type(value))):
         item = getattr(value, field.name)
         checked = _checked(field, item)
         if item != field.default:
@@ -212,7 +218,7 @@ def to_map(value: Any) -> dict[str, object]:
 def from_map(cls: type[T], fields: dict[str, object]) -> T:
     """The dataclass of a map that a stranger sent. Raises `Malformed`; ignores unknown names."""
     arguments: dict[str, Any] = {}
-    for field in dataclasses.fields(cast(Any, cls)):
+    for field in _fields(cast(Any, cls)):
         name = field.metadata["name"]
         if name in fields:
             arguments[field.name] = _checked(field, fields[name])

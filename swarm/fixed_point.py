@@ -31,6 +31,7 @@ VALUE_LIMIT = 2**31  # |value| of an update, in quanta: what int32 holds
 SCALE_ONE = 1 << 16
 SEGMENT = 1 << 15  # coordinates per pass: what fits into a core's L2 cache with its temporaries
 CUT = 1 << 17  # the same for sparse updates, which touch few of them
+SPARSE = 10  # below one in so many it is cheaper to sort their places than to look at all
 
 
 class UpdateError(WireError):
@@ -215,12 +216,28 @@ def _sparse_against(
         for cut, out in zip(cuts, met, strict=True):
             at, span = cut.piece(start)
             np.take(here, at, out=out[span], mode="clip")  # `raise` would take a copy
-        kept = true_at(np.not_equal(here, 0, out=some))
+        places = [cut.piece(start)[0] for cut, _ in adding]
+        if SPARSE * sum(map(len, places)) < len(here):
+            kept = _merged(places)
+        else:
+            kept = true_at(np.not_equal(here, 0, out=some))
         values = here[kept]
+        if not values.all():  # they cancel
+            kept, values = kept[values != 0], values[values != 0]
         kept += start
         found.append((kept, values))
     products = [exact_dot(u.values, m) for u, m in zip(others, met, strict=True)]
     return _joined(size, found), products
+
+
+def _merged(places: Sequence[Ints]) -> Ints:
+    """Ascending lists as one, each number once."""
+    every = np.concatenate(places).astype(np.int32)
+    every.sort(kind="stable")  # merges what ascends already
+    first = np.empty(len(every), dtype=np.bool_)
+    first[:1] = True
+    np.not_equal(every[1:], every[:-1], out=first[1:])
+    return every[first].astype(np.int64)
 
 
 class Cut:
@@ -326,21 +343,23 @@ def mean_step(total: FixedUpdate, count: int) -> FixedUpdate:
     return FixedUpdate(total.size, total.indices[kept], values[kept])
 
 
-def apply_step(consensus: Quanta, delta: FixedUpdate) -> tuple[Quanta, FixedUpdate]:
-    """The next consensus, and the step as it really was.
+def apply_step(
+    consensus: Quanta, delta: FixedUpdate, room: Quanta | None = None
+) -> tuple[Quanta, FixedUpdate]:
+    """The next consensus (written to `room` if there is one), and the step as it really was.
 
     A weight that would leave int32 stays at its edge; the returned step says so, which makes every
     step of the log exactly reversible: old + step = new and new - step = old.
     """
     edge = VALUE_LIMIT - 1
-    new, whole = np.empty_like(consensus), True
+    new, whole = np.empty_like(consensus) if room is None else room, True
     if delta.indices is not None:
         cut = Cut(delta)
         for start in range(0, len(consensus), CUT):
             here = new[start : start + CUT]
             here[:] = consensus[start : start + CUT]
             at, span = cut.piece(start)
-            after = here[at] + delta.values[span]  # int64
+            after = here.take(at, mode="clip") + delta.values[span]  # int64
             if len(at) and magnitude(after) > edge:
                 whole = False
                 np.clip(after, -edge, edge, out=after)

@@ -399,12 +399,14 @@ def _all_collected(state: RoundState, stage: Stage) -> bool:
     if stage.number == 1:
         named = {ref.sender for ref in stage.held}
         return len(named) == state.groups
-    expected = [p for p in own_group(state) if p != state.me and active(state, p)]
     done = {ref.sender for ref in (*stage.held, *stage.refused)}
-    silent = {p for p, v in state.peers.items() if v.round == state.round} - {
-        ref.sender for ref in stage.offers
-    }  # they announced that they send nothing (newcomers)
-    return all(peer in done or peer in silent for peer in expected)
+    offered = {ref.sender for ref in stage.offers}
+    for peer, view in state.peers.items():  # mostly the first one that is not done decides
+        # Who announced itself with no update sends none (a newcomer).
+        silent = view.round == state.round and peer not in offered
+        if peer not in done and not silent and in_own_group(state, peer) and active(state, peer):
+            return False
+    return True
 
 
 def _end_vote(state: RoundState, now_s: float, out: list[act.Action]) -> RoundState:

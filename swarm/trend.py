@@ -1,7 +1,5 @@
 """The sum of the last steps of a consensus, kept so that the next one costs only what it changes.
 
-    trend = weights now - weights before the oldest of these steps
-
 Decides nothing: inner products with it are those with the sum, exactly. It spares a replica adding
 up eight steps in every round, of which seven were there in the round before (half of the time of
 an aggregation), for one more int32 per weight. Knows nothing of what the trend is for.
@@ -16,10 +14,8 @@ from collections.abc import Sequence
 import numpy as np
 
 from swarm.fixed_point import (
-    CUT,
     SEGMENT,
     VALUE_LIMIT,
-    Cut,
     FixedUpdate,
     Ints,
     Quanta,
@@ -29,92 +25,93 @@ from swarm.fixed_point import (
 )
 
 CHEAPER = 4  # more steps than this to forget at once: adding up again is cheaper
+STRETCH = 1 << 20  # coordinates of the sum that are looked at by all updates in turn: they stay in
+# the last cache
 
 
 class Trend:
-    """The sum of some steps that ended in `weights`; of none before the first `follow`."""
+    """The sum of some steps; of none before the first `follow`."""
 
     def __init__(self) -> None:
         self.squared = 0
         self._steps: tuple[FixedUpdate, ...] = ()
-        self._weights: Quanta = np.zeros(0, dtype=np.int32)
-        self._origin: Quanta = self._weights  # the weights before the first of the steps
-        self._sizes: dict[int, int] = {}  # by the step's id: its largest value
+        self._sum: Quanta | Ints = np.zeros(0, dtype=np.int32)  # int64 if it could be too large
+        self._known: dict[int, tuple[int, int]] = {}  # by the step's id: largest value, square
 
-    def follow(self, steps: Sequence[FixedUpdate], weights: Quanta) -> None:
-        """Be the sum of these steps, the last of which led to `weights`."""
+    def follow(self, steps: Sequence[FixedUpdate]) -> None:
+        """Be the sum of these steps."""
         steps = tuple(steps)
-        gone = len(self._steps) - len(steps) + 1
-        # A step in common, the last of ours: then the weights before the new one are ours, too.
-        goes_on = 0 <= gone < len(self._steps) and gone <= CHEAPER
-        if goes_on and _same(self._steps[gone:], steps[:-1]):
-            self._weights = weights
-            self._add(steps[-1])
-            for step in self._steps[:gone]:
-                self._forget(step)
-        elif not (_same(self._steps, steps) and weights is self._weights):
-            self._begin(steps, weights)
         # Of those that we hold already, whose ids therefore nothing else can have, it is known.
-        self._sizes = {id(s): self._sizes.get(id(s)) or _largest(s) for s in steps}
+        self._known = {id(s): self._known.get(id(s)) or _facts(s) for s in steps + self._steps}
+        gone = len(self._steps) - len(steps) + 1
+        goes_on = 0 <= gone < len(self._steps) and gone <= CHEAPER
+        wide = self._sum.dtype == np.int64
+        fits = sum(self._known[id(s)][0] for s in steps + self._steps[: max(gone, 0)]) < VALUE_LIMIT
+        if goes_on and (fits or wide) and _same(self._steps[gone:], steps[:-1]):
+            self._add(steps[-1], 1)
+            for step in self._steps[:gone]:
+                self._add(step, -1)
+        elif not _same(self._steps, steps):
+            self._begin(steps, fits)
+        self._known = {id(s): self._known[id(s)] for s in steps}
         self._steps = steps
 
-    def _begin(self, steps: Sequence[FixedUpdate], weights: Quanta) -> None:
-        origin = weights.astype(np.int64)
+    def _begin(self, steps: Sequence[FixedUpdate], fits: bool) -> None:
+        total = np.zeros(steps[0].size if steps else 0, dtype=np.int64)
         for step in steps:
-            add_into(origin, step, -1)
-        self._weights, self._origin = weights, origin.astype(np.int32)
-        self.squared = 0
-        for start in range(0, len(weights) if steps else 0, SEGMENT):
-            part = self._between(start)
-            self.squared += exact_dot(part, part)
+            add_into(total, step)
+        self.squared = exact_dot(total, total)
+        self._sum = total.astype(np.int32) if fits else total
 
-    def _add(self, step: FixedUpdate) -> None:
-        """`weights` contains it already: |t + s|^2 = |t|^2 + 2 (t + s) s - |s|^2."""
-        self.squared += 2 * self.product(step) - exact_dot(step.values, step.values)
-
-    def _forget(self, step: FixedUpdate) -> None:
-        self.squared += exact_dot(step.values, step.values) - 2 * self.product(step)
+    def _add(self, step: FixedUpdate, sign: int) -> None:
+        """|t + s|^2 = |t|^2 + 2 ts + |s|^2."""
         at = slice(None) if step.indices is None else step.indices
-        self._origin[at] += step.values.astype(np.int32)
+        here = self._sum[at].astype(np.int64)
+        self.squared += 2 * sign * exact_dot(step.values, here) + self._known[id(step)][1]
+        if sign > 0:
+            here += step.values
+        else:
+            here -= step.values
+        self._sum[at] = here.astype(self._sum.dtype, copy=False)
 
     def products(self, updates: Sequence[FixedUpdate]) -> list[int]:
         """The inner products of the trend with some updates.
 
-        Piece by piece for all of them: the trend comes from memory once, and not once for each.
+        Stretch by stretch for all of them: the trend comes from memory once, and not once for each.
         """
-        if sum(self._sizes.values()) >= VALUE_LIMIT:  # it may be too large for an int32
-            return [self.product(update) for update in updates]
-        sparse = [update for update in updates if update.indices is not None]
-        met = [np.zeros(len(update.values), dtype=np.int64) for update in sparse]
-        cuts = [Cut(update) for update in sparse]
-        room = np.empty(min(CUT, len(self._weights)), dtype=np.int32)
-        for start in range(0, len(self._weights) if cuts else 0, CUT):
-            after, before = (w[start : start + CUT] for w in (self._weights, self._origin))
-            piece = np.subtract(after, before, out=room[: len(after)])
-            for cut, out in zip(cuts, met, strict=True):
-                at, span = cut.piece(start)
-                out[span] = piece[at]
+        if not self._steps:
+            return [0] * len(updates)
+        bounds = np.arange(0, len(self._sum) + STRETCH, STRETCH)
+        sparse = [u for u in updates if u.indices is not None]
+        ends = [np.searchsorted(_indices(u), bounds).tolist() for u in sparse]
+        met = [np.empty(len(u.values), dtype=np.int64) for u in sparse]
+        for number in range(len(bounds) - 1):
+            for update, end, out in zip(sparse, ends, met, strict=True):
+                here = slice(end[number], end[number + 1])
+                out[here] = self._sum.take(_indices(update)[here])
         found = iter([exact_dot(u.values, m) for u, m in zip(sparse, met, strict=True)])
         return [self.product(u) if u.indices is None else next(found) for u in updates]
 
     def product(self, update: FixedUpdate) -> int:
         """The inner product of the trend with an update."""
-        values, indices = update.values, update.indices
-        if indices is not None:
-            here = self._weights[indices].astype(np.int64)
-            here -= self._origin[indices]
-            return exact_dot(values, here)
-        starts = range(0, len(values), SEGMENT)
-        return sum(exact_dot(values[at : at + SEGMENT], self._between(at)) for at in starts)
-
-    def _between(self, start: int) -> Ints:
-        piece = self._weights[start : start + SEGMENT].astype(np.int64)
-        piece -= self._origin[start : start + SEGMENT]
-        return piece
+        if not self._steps:
+            return 0
+        values = update.values
+        if update.indices is not None:
+            return exact_dot(values, self._sum[update.indices].astype(np.int64))
+        parts = [slice(at, at + SEGMENT) for at in range(0, len(values), SEGMENT)]
+        return sum(exact_dot(values[part], self._sum[part].astype(np.int64)) for part in parts)
 
 
-def _largest(step: FixedUpdate) -> int:
-    return magnitude(step.values) if len(step.values) else 0
+def _indices(update: FixedUpdate) -> Ints:
+    assert update.indices is not None
+    return update.indices
+
+
+def _facts(step: FixedUpdate) -> tuple[int, int]:
+    """Its largest value and its square."""
+    largest = magnitude(step.values) if len(step.values) else 0
+    return largest, exact_dot(step.values, step.values)
 
 
 def _same(ours: Sequence[FixedUpdate], theirs: Sequence[FixedUpdate]) -> bool:

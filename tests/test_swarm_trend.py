@@ -28,7 +28,7 @@ def test_a_trend_that_no_int32_holds() -> None:
         weights, made = apply_step(weights, FixedUpdate(SIZE, np.arange(2), np.array([2**30, 1])))
         steps.append(made)
     trend, update = Trend(), FixedUpdate(SIZE, np.array([0, 3]), np.array([5, 7]))
-    trend.follow(steps, weights)
+    trend.follow(steps)
     _check(trend, steps, update)
 
 
@@ -47,9 +47,9 @@ def test_it_is_the_sum_of_the_last_steps(
         weights, made = apply_step(weights, step)
         steps.append(FixedUpdate(SIZE, None, made.dense()) if dense else made)
         steps = steps[min(forgotten, len(steps) - 1) :]
-        trend.follow(steps, weights)
+        trend.follow(steps)
         _check(trend, steps, update)
-        trend.follow(steps, weights)  # a second time changes nothing
+        trend.follow(steps)  # a second time changes nothing
         _check(trend, steps, update)
 
 
@@ -60,9 +60,9 @@ def test_another_branch_begins_anew(steps: list[FixedUpdate], update: FixedUpdat
     for step in steps:
         weights, change = apply_step(weights, step)
         made.append(change)
-    trend.follow(made, weights)
-    back, other = apply_step(np.ones(SIZE, dtype=np.int32), steps[0])
-    trend.follow([other], back)
+    trend.follow(made)
+    _, other = apply_step(np.ones(SIZE, dtype=np.int32), steps[0])
+    trend.follow([other])
     _check(trend, [other], update)
-    trend.follow([], back)
+    trend.follow([])
     _check(trend, [], update)

@@ -22,6 +22,8 @@ MANTISSA_BITS = 2
 MAX_SHIFT = 28  # a gap has at most 31 bits
 MAX_CLASS = (MAX_SHIFT << MANTISSA_BITS) + (2 << MANTISSA_BITS) - 1
 _SHIFT_OF_CLASS = np.maximum((np.arange(MAX_CLASS + 1) >> MANTISSA_BITS) - 1, 0)
+_LEAST_OF_CLASS = (np.arange(MAX_CLASS + 1) - (_SHIFT_OF_CLASS << MANTISSA_BITS)) << _SHIFT_OF_CLASS
+_LOW_BITS = (1 << np.arange(MAX_SHIFT + 1)) - 1  # a mask for so many
 
 
 def pack_gaps(indices: Int64s) -> tuple[Bytes, Bytes]:
@@ -32,7 +34,7 @@ def pack_gaps(indices: Int64s) -> tuple[Bytes, Bytes]:
     shifts = np.maximum(bit_length - (MANTISSA_BITS + 1), 0)
     classes = (shifts << MANTISSA_BITS) + (gaps >> shifts)
     order, widths, places = _laid_out(shifts)
-    low = gaps[order] & ((1 << widths) - 1)
+    low = gaps[order] & _LOW_BITS.take(widths)
     return classes.astype(np.uint8), _written(low, widths, places)
 
 
@@ -40,18 +42,22 @@ def class_shifts(classes: Bytes) -> Int64s:
     """How many low bits belong to each class."""
     if classes.max(initial=0) > MAX_CLASS:
         raise CorruptPayloadError(f"gap class {classes.max()} is above {MAX_CLASS}")
-    shifts: Int64s = _SHIFT_OF_CLASS[classes]
+    shifts: Int64s = _SHIFT_OF_CLASS.take(classes)
     return shifts
 
 
 def unpack_gaps(classes: Bytes, shifts: Int64s, low: Bytes, size: int) -> Int64s:
     """Indices, strictly increasing by construction, checked to be below `size`."""
-    gaps = (classes - (shifts << MANTISSA_BITS)) << shifts
+    gaps: Int64s = _LEAST_OF_CLASS.take(classes)
     order, widths, places = _laid_out(shifts)
     bits = int(widths.sum())
     if bits % 8 and low[-1] >> bits % 8:
         raise CorruptPayloadError("padding bits are not zero")
-    gaps[order] |= (_words(low)[places >> 3] >> (places & 7)) & ((1 << widths) - 1)
+    found = _words(low).take(places >> 3)
+    places &= 7
+    found >>= places
+    found &= _LOW_BITS.take(widths)
+    gaps[order] |= found
     gaps += 1
     indices = np.cumsum(gaps, out=gaps)
     indices -= 1

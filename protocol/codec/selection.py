@@ -24,6 +24,7 @@ from protocol.codec.fixed import Float32s, Int64s
 from protocol.codec.spec import kept_of
 
 _SEGMENT = 1 << 17  # coordinates per pass
+_TOGETHER = 1 << 18  # coordinates that may be among the largest, decided at once
 _SAMPLE_STRIDE = 8
 _MIN_SAMPLE = 128
 _OVERALL_STRIDE = 61  # a prime: meets all columns of a weight matrix
@@ -62,23 +63,38 @@ def largest_per_chunk(
     Of equals the first. Never zeros.
     """
     source = Whole(vector) if isinstance(vector, np.ndarray) else vector
-    keep = kept_of(chunk, density)
     whole = source.size // chunk * chunk
-    step = max(_SEGMENT // chunk, 1) * chunk
-    room, magnitudes = np.empty((2, min(step, source.size)), dtype=np.float32)
-    reached = np.empty(magnitudes.size, dtype=np.bool_)
-    indices, values = [], []
-    pieces = [(start, min(step, whole - start), keep) for start in range(0, whole, step)]
+    found = _largest_in_chunks(source, 0, whole, chunk, kept_of(chunk, density))
     if tail := source.size - whole:  # the last chunk is shorter and keeps its share
-        pieces.append((whole, tail, kept_of(tail, density)))
-    for start, length, kept in pieces:
-        part = source.read(start, room[:length])
-        shape = (length // chunk, chunk) if length >= chunk else (1, length)
-        rows = np.abs(part, out=magnitudes[:length]).reshape(shape)
-        found = _largest_in_rows(rows, kept, reached[:length].reshape(shape))
-        values.append(part[found])
-        indices.append(found + start)
-    return np.concatenate(indices), np.concatenate(values)
+        found += _largest_in_chunks(source, whole, source.size, tail, kept_of(tail, density))
+    return np.concatenate([at for at, _ in found]), np.concatenate([v for _, v in found])
+
+
+def _largest_in_chunks(
+    source: Source, first: int, stop: int, chunk: int, keep: int
+) -> list[tuple[Int64s, Float32s]]:
+    """Indices and values of the `keep` largest of each chunk between two places, in parts.
+
+    What reaches its chunk's threshold is found segment by segment; which of it is kept is decided
+    for many segments at once: of so few the calls cost more than the work.
+    """
+    step = max(_SEGMENT // chunk, 1) * chunk
+    room, magnitudes = np.empty((2, min(step, stop - first)), dtype=np.float32)
+    reached = np.empty(magnitudes.size, dtype=np.bool_)
+    found: list[tuple[Int64s, Float32s]] = []
+    waiting: list[tuple[Int64s, Float32s, Int64s]] = []
+    for start in range(first, stop, step):
+        part = source.read(start, room[: min(step, stop - start)])
+        rows = np.abs(part, out=magnitudes[: part.size]).reshape(-1, chunk)
+        passed, counts = _passed(rows, keep, reached[: part.size].reshape(rows.shape))
+        values = part.take(passed)
+        passed += start
+        waiting.append((passed, values, counts))
+        if start + step >= stop or sum(len(p) for p, _, _ in waiting) > _TOGETHER:
+            indices, values, counts = map(np.concatenate, zip(*waiting, strict=True))
+            found.append(_kept(indices, values, counts, keep))
+            waiting.clear()
+    return found
 
 
 def largest_overall(vector: Float32s | Source, density: float) -> tuple[Int64s, Float32s]:
@@ -120,33 +136,45 @@ def _at_least(vector: Float32s, threshold: np.float32) -> tuple[Int64s, Float32s
     return np.concatenate(indices), np.concatenate(magnitudes)
 
 
-def _largest_in_rows(magnitudes: Float32s, keep: int, reached: NDArray[np.bool_]) -> Int64s:
-    """Flat indices of the `keep` largest of each row, increasing. `reached` is room to work in."""
-    if not magnitudes.max() < np.inf:
-        raise NonFiniteError("the vector contains NaN or Inf")
-    rows, width = magnitudes.shape
+def _passed(magnitudes: Float32s, keep: int, reached: NDArray[np.bool_]) -> tuple[Int64s, Int64s]:
+    """Flat indices of at least the `keep` largest of each row, and how many there are in each row;
+    no zeros. `reached` is room to work in.
+
+    Magnitudes are compared as the integers that their bits are: the order is the same, and what is
+    not a number is above all numbers, so that it is found among the largest.
+    """
+    bits = magnitudes.view(np.int32)
     thresholds, exact = _thresholds(magnitudes, keep)
-    np.greater_equal(magnitudes, thresholds[:, None], out=reached)
-    passed, counts = _passed(reached)
-    short = np.flatnonzero(counts < keep)
+    least = np.maximum(thresholds.view(np.int32), 1)  # a zero never passes
+    np.greater_equal(bits, least[:, None], out=reached)
+    passed, counts = _true_per_row(reached)
+    short = np.flatnonzero((counts < keep) & (least > 1))
     if len(short) and not exact:
-        thresholds[short] = _kth_largest(magnitudes[short], keep)
-        reached[short] = magnitudes[short] >= thresholds[short, None]
-        passed, counts = _passed(reached)
-    found = magnitudes.reshape(-1)[passed]
-    chosen = found >= np.repeat(_kth_of_ragged(found, counts, keep), counts)
-    chosen &= found > 0
-    firsts = np.cumsum(counts) - counts
-    if (np.add.reduceat(chosen, firsts, dtype=np.int64) > keep).any():  # equals: the first of them
-        return _ranked(found, passed, np.repeat(np.arange(rows), counts), counts, keep, width)
-    return passed[chosen]
+        least = np.maximum(_kth_largest(magnitudes[short], keep).view(np.int32), 1)
+        reached[short] = bits[short] >= least[:, None]
+        passed, counts = _true_per_row(reached)
+    return passed, counts
 
 
-def _passed(reached: NDArray[np.bool_]) -> tuple[Int64s, Int64s]:
+def _true_per_row(reached: NDArray[np.bool_]) -> tuple[Int64s, Int64s]:
     """Flat indices of what is true, and how many there are in each row."""
     rows, width = reached.shape
     passed = true_at(reached.reshape(-1))
-    return passed, np.diff(np.searchsorted(passed, np.arange(rows + 1) * width))
+    ends = passed.searchsorted(np.arange(0, (rows + 1) * width, width))
+    return passed, ends[1:] - ends[:-1]
+
+
+def _kept(passed: Int64s, values: Float32s, counts: Int64s, keep: int) -> tuple[Int64s, Float32s]:
+    """Of what passed the `keep` largest of each row, of which `counts` passed."""
+    found = np.abs(values)
+    if len(found) and not found.max() < np.inf:
+        raise NonFiniteError("the vector contains NaN or Inf")
+    chosen = found >= np.repeat(_kth_of_ragged(found, counts, keep), counts)
+    ends = np.concatenate([[0], np.cumsum(chosen)])[np.cumsum(counts)]
+    if (np.diff(ends, prepend=0) > keep).any():  # equals: the first of them
+        chosen = _ranked(found, np.repeat(np.arange(len(counts)), counts), counts, keep)
+    at = np.flatnonzero(chosen)
+    return passed[at], values[at]
 
 
 def true_at(mask: NDArray[np.bool_]) -> Int64s:
@@ -168,32 +196,27 @@ def true_at(mask: NDArray[np.bool_]) -> Int64s:
 
 
 def _kth_of_ragged(values: Float32s, counts: Int64s, k: int) -> NDArray[np.float32]:
-    """The k-th largest of each row, where row i has its `counts[i]` >= k values in `values`."""
-    widest = int(counts.max())
+    """The k-th largest of each row, where row i has its `counts[i]` values in `values`; 0 if those
+    are fewer."""
+    widest = max(int(counts.max()), k)
     table = np.zeros((len(counts), widest), dtype=np.float32)
     table[np.arange(widest) < counts[:, None]] = values
-    table.sort(axis=1)  # of rows this short faster than a partition
+    table.partition(widest - k, axis=1)
     return table[:, widest - k]
 
 
-def _ranked(
-    found: Float32s, passed: Int64s, row_of: Int64s, counts: Int64s, keep: int, width: int
-) -> Int64s:
-    """The `keep` largest of each row of candidates; of equals the first. No zeros.
+def _ranked(found: Float32s, row_of: Int64s, counts: Int64s, keep: int) -> NDArray[np.bool_]:
+    """Which are the `keep` largest of each row of candidates; of equals the first.
 
-    The bits of a float that is not negative are ordered as the float: one integer sort by (row,
-    magnitude downwards, position) ranks all rows at once.
+    The bits of a float that is not negative are ordered as the float: one stable sort by (row,
+    magnitude downwards) ranks all rows at once.
     """
     bits = found.view(np.int32).astype(np.int64)
-    column_bits = max(width - 1, 1).bit_length()
-    key = ((row_of << 31) | (0x7FFFFFFF - bits)) << column_bits | (passed - row_of * width)
-    key.sort()
+    order = np.argsort((row_of << 31) | (0x7FFFFFFF - bits), kind="stable")
     firsts = np.cumsum(counts) - counts
-    rank = np.arange(len(key)) - np.repeat(firsts, counts)
-    key = key[rank < keep]
-    row, column = key >> (31 + column_bits), key & ((1 << column_bits) - 1)
-    nonzero = (key >> column_bits) & 0x7FFFFFFF != 0x7FFFFFFF
-    return np.sort((row * width + column)[nonzero])
+    chosen = np.zeros(len(found), dtype=np.bool_)
+    chosen[order[np.arange(len(found)) - np.repeat(firsts, counts) < keep]] = True
+    return chosen
 
 
 def _thresholds(magnitudes: Float32s, keep: int) -> tuple[NDArray[np.float32], bool]:
@@ -202,9 +225,7 @@ def _thresholds(magnitudes: Float32s, keep: int) -> tuple[NDArray[np.float32], b
     rank = _sample_rank(keep, _SAMPLE_STRIDE)
     if sample_size < _MIN_SAMPLE or rank >= sample_size:
         return _kth_largest(magnitudes, keep), True
-    sample = np.ascontiguousarray(magnitudes[:, ::_SAMPLE_STRIDE])
-    sample.sort(axis=1)  # of rows this short faster than a partition
-    return sample[:, -rank], False
+    return _kth_largest(magnitudes[:, ::_SAMPLE_STRIDE], rank), False
 
 
 def _sample_rank(keep: int, stride: int) -> int:

@@ -184,13 +184,14 @@ def _fit_levels(ratios: NDArray[np.float64], value_bits: int) -> Int64s:
     sample = np.sort(ratios[:: -(-len(ratios) // _FIT_SAMPLES)])
     sums = np.concatenate([[0.0], np.cumsum(sample)])
     centres = np.quantile(sample, (np.arange(number) + 0.5) / number)
+    edges = np.full(number + 1, len(sample))
+    edges[0] = 0
     for _ in range(_FIT_ITERATIONS):
-        edges = np.searchsorted(sample, (centres[1:] + centres[:-1]) / 2)
-        edges = np.concatenate([[0], edges, [len(sample)]])
-        counts = np.diff(edges)
-        means = np.diff(sums[edges]) / np.maximum(counts, 1)
+        edges[1:-1] = sample.searchsorted((centres[1:] + centres[:-1]) / 2)
+        counts, upto = edges[1:] - edges[:-1], sums[edges]
+        means = (upto[1:] - upto[:-1]) / np.maximum(counts, 1)
         moved = np.where(counts > 0, means, centres)
-        if np.array_equal(moved, centres):
+        if (moved == centres).all():
             break  # for good: the next iteration would do the same
         centres = moved
     return np.sort(np.clip(np.rint(centres), 1, _LEVEL_LIMIT).astype(np.int64))
