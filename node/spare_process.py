@@ -12,6 +12,7 @@ import multiprocessing
 import os
 import signal
 import tempfile
+import threading
 from collections.abc import Iterator
 from contextlib import contextmanager
 from multiprocessing import reduction
@@ -102,6 +103,7 @@ def give_order(started: Started, order: dict[str, Any], memory_fd: int) -> None:
 
 def _wait_for_order(connection: Connection) -> None:
     """The process. It ends when the other end of the pipe is gone."""
+    threading.Thread(target=_end_with_owner, daemon=True).start()
     from node.trainer_process import trainer_main, warm_up
 
     warm_up()
@@ -113,3 +115,11 @@ def _wait_for_order(connection: Connection) -> None:
     memory = mmap.mmap(fd, 0)
     os.close(fd)
     trainer_main(connection, order, memory)
+
+
+def _end_with_owner() -> None:
+    """Beside whatever goes on: an import of many seconds or a long step looks at no pipe."""
+    owner = multiprocessing.parent_process()
+    assert owner is not None
+    owner.join()
+    os._exit(1)
