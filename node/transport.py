@@ -43,6 +43,7 @@ CONTROL_S = 10.0  # it is on this machine
 DIRECT_SHARE = 0.5  # of a dial's time for direct addresses, if there are relayed ones too
 OPEN_S = 3.0  # for a stream on a connection that should be there
 PEERS_MET = 1024
+PROBE_EVERY_S = 2.0  # whether somebody who could not be reached is back
 PREAMBLE_S = 5.0
 _P2P_PART = bytes([0xA5, 0x03, PEER_ID_BYTES])  # multiaddress code 421 and a length
 INCOMING_STREAMS = 256  # beyond that a stream is dropped unheard
@@ -112,7 +113,7 @@ class Transport:
         self._closed = False
         self._met: dict[bytes, None] = {}  # peers that a stream was opened to, the latest last
         self._silent: dict[bytes, float] = {}  # peers that answer nothing, and since when
-        self._unreached: dict[bytes, None] = {}  # peers that were dialled in vain, the latest last
+        self._unreached: dict[bytes, float] = {}  # peers that were dialled in vain, and when last
 
     @property
     def incoming_streams(self) -> int:
@@ -245,16 +246,24 @@ class Transport:
         try:
             await self._connect(peer_id, known, timeout_s)
         except (Unreachable, Stalled):
-            self._unreached[peer_id] = None
-            if len(self._unreached) > PEERS_MET:
-                del self._unreached[next(iter(self._unreached))]
+            self._note_unreached(peer_id)
             raise
         self._unreached.pop(peer_id, None)
 
+    def _note_unreached(self, peer_id: bytes) -> None:
+        self._unreached[peer_id] = asyncio.get_running_loop().time()
+        if len(self._unreached) > PEERS_MET:
+            del self._unreached[next(iter(self._unreached))]
+
     async def _worth_dialling(self, peer_id: bytes, known: list[str]) -> list[str]:
         """Those of its addresses that may lead to it. Raises `Unreachable` if none does."""
-        if peer_id in await self.connected() or await greets(known):
+        if peer_id in await self.connected():
             return known
+        since_s = asyncio.get_running_loop().time() - self._unreached.get(peer_id, 0.0)
+        if since_s > PROBE_EVERY_S:
+            if await greets(known):
+                return known
+            self._note_unreached(peer_id)
         relayed = addresses.relayed(known)
         if not relayed:
             raise Unreachable("nobody answers at its addresses")
