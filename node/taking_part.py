@@ -118,7 +118,8 @@ def run_loop(work: Coroutine[Any, Any, T]) -> T:
             asked = True
             task.cancel()
 
-        with contextlib.suppress(NotImplementedError):  # Windows
+        # As with Ctrl-C: not in another thread than the main one, and not on Windows.
+        with contextlib.suppress(NotImplementedError, ValueError, RuntimeError):
             asyncio.get_running_loop().add_signal_handler(signal.SIGTERM, stop)
         return await work
 
