@@ -41,6 +41,9 @@ class Bed:
 
     def __enter__(self) -> Bed:
         namespaces.check_rights()
+        if signal.getsignal(signal.SIGINT) is signal.SIG_IGN:
+            # A shell starts background jobs so, and hosts would inherit it: deaf while they start.
+            signal.signal(signal.SIGINT, signal.default_int_handler)
         self._forwarder = subprocess.Popen(
             [sys.executable, "-m", namespaces.FORWARDER],
             stdin=subprocess.PIPE,
