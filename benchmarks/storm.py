@@ -4,11 +4,12 @@ Seven hosts train two blocks, only with `blockswarm seed` and `join`. In five mi
 of a node, of its p2pd, of its trainer and of all at once, SIGSTOP of 20 s, a partition, the death
 of the seed, a liar and a newcomer that joins through an ordinary host. Throughout:
 
-    hangs                 silences of a host that was up, longer than three rounds
+    hangs                 silences of a host that was up, longer than three rounds, and hosts that
+                          did not leave within 20 s
     digest_disagreements  stretches of more than three rounds in which connected honest replicas
                           of a block stood on different digests
     lost_rounds           the most that a host's consensus ever fell back by
-    orphans               processes of a killed host that live on, or of any host after the end
+    orphans               processes of a killed host that live on, or that outlive a host which left
     memory_growth_percent of the host that grew most, from when it had settled to the end
 
 `--quick`: three faults in a minute.
@@ -32,7 +33,7 @@ from benchmarks import three_hosts_events as log
 from benchmarks.storm_checks import Excuse, Sample
 from benchmarks.three_hosts_swarm import run_start_s
 from benchmarks.wan import namespaces
-from benchmarks.wan.bed import Bed
+from benchmarks.wan.bed import LEAVE_S, Bed
 from benchmarks.wan.processes import START_S, Command
 from benchmarks.wan.runner import PORT, SwarmOnBed
 from node.cli_operator import emit
@@ -41,7 +42,6 @@ from swarm.run import ModelShape, Run, Training
 from swarm.runfile import DataRules, ExchangeRules, RoundSchedule, RunFile, scheduled_steps
 
 PERIOD_S = 5.0
-LEAVING_S = 5.0  # for the children of a host that has left in good order
 ORPHAN_S = 20.0  # p2pd ends by itself 10 s after its last client is gone
 SAMPLE_EVERY_S = 3.0
 MINUTES, QUICK_MINUTES = 5.0, 1.0
@@ -90,6 +90,7 @@ class Storm:
     graves: list[tuple[float, str, list[int]]] = field(default_factory=list)
     orphans: list[str] = field(default_factory=list)
     disturbed: set[str] = field(default_factory=set)
+    stayed: list[str] = field(default_factory=list)
 
     def command(self, name: str) -> Command:
         return self.swarm.commands[name, 0]
@@ -260,26 +261,20 @@ def run(quick: bool) -> tuple[harness.Figures, harness.Rows]:
         storm = Storm(swarm, _say)
         storm.weather(schedule_of(storm, quick), minutes * 60)
         end_s = storm.finish()
-        bed.stop_processes()
+        stayed = bed.stop_processes()
+        storm.stayed = [name for name, _ in swarm.commands if storm.pid(name) in stayed]
         storm.orphans += left_behind(bed)
         logs = {name: log.read(folder / f"{name}-0") for name, _ in swarm.commands}
         return judge(storm, logs, end_s, minutes)
 
 
 def left_behind(bed: Bed) -> list[str]:
-    """What still runs on the hosts, a while after all of them were told to leave."""
-    end_s = time.monotonic() + LEAVING_S
-    while True:
-        found = [
-            (pid, host.name)
-            for host in bed.topology.hosts
-            for pid in storm_checks.alive(namespaces.pids(bed.namespace(host.name)))
-        ]
-        if not found or time.monotonic() > end_s:
-            return [
-                f"{pid} of {name} after the end: {storm_checks.words(pid)}" for pid, name in found
-            ]
-        time.sleep(0.1)  # between two looks at the table of processes
+    """What still runs on the hosts in the moment in which all of them have left."""
+    return [
+        f"{pid} of {host.name} after the end: {storm_checks.words(pid)}"
+        for host in bed.topology.hosts
+        for pid in storm_checks.alive(namespaces.pids(bed.namespace(host.name)))
+    ]
 
 
 def judge(
@@ -298,6 +293,7 @@ def judge(
         for a, b in storm.apart
     ]
     hangs = storm_checks.hangs(logs, storm.excuses, PERIOD_S, (storm.began_s, end_s))
+    hangs += [(name, end_s - storm.began_s, LEAVE_S) for name in storm.stayed]
     split = storm_checks.disagreements(in_storm, apart)
     calm = {k: v for k, v in storm.samples.items() if k not in (*storm.disturbed, "liar", "new")}
     ce_first, ce_last = storm_checks.ce_ends(logs)

@@ -187,12 +187,12 @@ def _middle(samples: list[Sample], what: str) -> float:
 
 
 def alive(pids: Iterable[int]) -> list[int]:
-    """Those that still run; a zombie has ended."""
+    """Those that still run. A zombie has ended, and what has no memory any more ends right now."""
     out = []
     for pid in pids:
         with contextlib.suppress(OSError, IndexError):
             state = Path(f"/proc/{pid}/stat").read_text().rpartition(")")[2].split()[0]
-            if state not in "ZX":
+            if state not in "ZX" and Path(f"/proc/{pid}/cmdline").read_bytes():
                 out.append(pid)
     return out
 

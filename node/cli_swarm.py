@@ -14,7 +14,7 @@ import click
 
 from node import home as homes
 from node.phases import mark
-from node.taking_part import Part, check_announce, run_loop, take_part
+from node.taking_part import Part, check_announce, run_loop, stoppable_at_once, take_part
 from node.terminal import say
 from protocol.errors import UsageError
 
@@ -132,9 +132,10 @@ def seed(run: tuple[str, ...], folder: Path | None, no_train: bool, **options: A
         for line in known:
             print(f"blockswarm join {line}")
         return
-    if not no_train:
-        _prepare()
-    take_part(Part(text, home, addresses, True, options, trains=not no_train))
+    with stoppable_at_once():
+        if not no_train:
+            _prepare()
+        take_part(Part(text, home, addresses, True, options, trains=not no_train))
 
 
 def _prepare() -> None:
@@ -226,9 +227,10 @@ def join(
 
         join_with_workers(address, folder, workers, options)
         return
-    _prepare()
-    text, home = _joined(address, folder, as_worker)
-    take_part(Part(text, home, address, False, options, worker=as_worker))
+    with stoppable_at_once():
+        _prepare()
+        text, home = _joined(address, folder, as_worker)
+        take_part(Part(text, home, address, False, options, worker=as_worker))
 
 
 def _joined(

@@ -12,9 +12,10 @@ import multiprocessing
 import os
 import signal
 import tempfile
+import threading
 from collections.abc import Iterator
-from contextlib import contextmanager
-from multiprocessing import reduction
+from contextlib import contextmanager, suppress
+from multiprocessing import reduction, resource_tracker
 from multiprocessing.connection import Connection
 from multiprocessing.process import BaseProcess
 from typing import Any
@@ -50,6 +51,20 @@ def discard() -> None:
     if started is not None:
         started[0].kill()
         _drop(started)
+
+
+def leave_none() -> None:
+    """Before this process ends: no child of ours may outlive it.
+
+    Beside its first child multiprocessing starts one more, which tidies up named semaphores and
+    shared memory. We have none, and it would notice our end some 40 ms after it.
+    """
+    discard()
+    helper: int | None = getattr(resource_tracker._resource_tracker, "_pid", None)
+    if helper is not None:
+        with suppress(OSError):
+            os.kill(helper, signal.SIGKILL)
+            os.waitpid(helper, 0)
 
 
 def _drop(started: Started) -> None:
@@ -102,6 +117,7 @@ def give_order(started: Started, order: dict[str, Any], memory_fd: int) -> None:
 
 def _wait_for_order(connection: Connection) -> None:
     """The process. It ends when the other end of the pipe is gone."""
+    threading.Thread(target=_end_with_owner, daemon=True).start()
     from node.trainer_process import trainer_main, warm_up
 
     warm_up()
@@ -113,3 +129,11 @@ def _wait_for_order(connection: Connection) -> None:
     memory = mmap.mmap(fd, 0)
     os.close(fd)
     trainer_main(connection, order, memory)
+
+
+def _end_with_owner() -> None:
+    """Beside whatever goes on: an import of many seconds or a long step looks at no pipe."""
+    owner = multiprocessing.parent_process()
+    assert owner is not None
+    owner.join()
+    os._exit(1)

@@ -5,7 +5,8 @@ connection would do at once, but p2pd makes none while it believes in the old on
 
 Decides when a connection counts as stale: for a while the peer answered nothing and nothing else
 was heard from it, yet its daemon greets us on a new connection. Whoever is still cut off keeps its
-connection, since after dialling in vain p2pd waits, too.
+connection: p2pd must not dial in vain, since each time it waits for longer before it dials again
+(5 s, then 6, 9, 14, up to 5 minutes) and whoever is back is out of reach for as long.
 """
 
 from __future__ import annotations

@@ -17,7 +17,7 @@ import time
 from collections.abc import Coroutine, Iterator, Mapping
 from dataclasses import dataclass
 from pathlib import Path
-from typing import TYPE_CHECKING, Any, Literal, Protocol, TypeVar
+from typing import TYPE_CHECKING, Any, Literal, NoReturn, Protocol, TypeVar
 
 from node.home import keep_place, make, port_of_before
 from node.live_line import HostView, RunTimes, fitted, host_line, round_line
@@ -81,23 +81,60 @@ def take_part(part: Part) -> None:
 
         member = SeedPeer(settings, part.home, say)
     run_loop(_until_stopped(member, part, run_file))
-    # All is saved, closed and ended. Unloading torch and hivemind takes seconds on a busy machine,
-    # and whoever asked us to leave waits for it.
+    _end_now(0)  # all is saved, closed and ended
+
+
+@contextlib.contextmanager
+def stoppable_at_once() -> Iterator[None]:
+    """Ctrl-C while a host starts: there is nothing to save, so its process ends."""
+    try:
+        yield
+    except KeyboardInterrupt:
+        print("stopped", file=sys.stderr)
+        _end_now(130)
+
+
+def _end_now(code: int) -> NoReturn:
+    """End the process. Unloading torch and hivemind takes seconds, on a busy machine more than
+    ten, and whoever asked us to leave waits for it."""
+    from node import spare_process
+
+    spare_process.leave_none()
     sys.stdout.flush()
     sys.stderr.flush()
-    os._exit(0)
+    os._exit(code)
 
 
 def run_loop(work: Coroutine[Any, Any, T]) -> T:
-    """Run on uvloop where it exists."""
-    factory = None
+    """Run on uvloop where it exists. SIGTERM ends it like Ctrl-C: what it began is cleaned up."""
+    factory, asked = None, False
+
+    async def until_asked() -> T:
+        task = asyncio.current_task()
+        assert task is not None
+
+        def stop() -> None:
+            nonlocal asked
+            asked = True
+            task.cancel()
+
+        # As with Ctrl-C: not in another thread than the main one, and not on Windows.
+        with contextlib.suppress(NotImplementedError, ValueError, RuntimeError):
+            asyncio.get_running_loop().add_signal_handler(signal.SIGTERM, stop)
+        return await work
+
     if sys.platform != "win32":
         with contextlib.suppress(ImportError):
             import uvloop
 
             factory = uvloop.new_event_loop
     with asyncio.Runner(loop_factory=factory) as runner:
-        return runner.run(work)
+        try:
+            return runner.run(until_asked())
+        except asyncio.CancelledError:
+            if asked:
+                raise KeyboardInterrupt from None
+            raise
 
 
 # Settings.

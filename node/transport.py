@@ -43,6 +43,7 @@ CONTROL_S = 10.0  # it is on this machine
 DIRECT_SHARE = 0.5  # of a dial's time for direct addresses, if there are relayed ones too
 OPEN_S = 3.0  # for a stream on a connection that should be there
 PEERS_MET = 1024
+PROBE_EVERY_S = 2.0  # whether somebody who could not be reached is back
 PREAMBLE_S = 5.0
 _P2P_PART = bytes([0xA5, 0x03, PEER_ID_BYTES])  # multiaddress code 421 and a length
 INCOMING_STREAMS = 256  # beyond that a stream is dropped unheard
@@ -112,6 +113,7 @@ class Transport:
         self._closed = False
         self._met: dict[bytes, None] = {}  # peers that a stream was opened to, the latest last
         self._silent: dict[bytes, float] = {}  # peers that answer nothing, and since when
+        self._unreached: dict[bytes, float] = {}  # peers that were dialled in vain, and when last
 
     @property
     def incoming_streams(self) -> int:
@@ -200,13 +202,23 @@ class Transport:
 
     async def _renew_if_stale(self, peer_id: bytes, direct: list[str]) -> None:
         """Let a stale connection go, so that the next stream gets a new one."""
-        heard = [stream.heard_s for stream in self._streams if stream.peer_id == peer_id]
-        last_s = max([self._silent[peer_id], *heard])
-        if asyncio.get_running_loop().time() - last_s > QUIET_S and await greets(direct):
+        if not self._is_quiet(peer_id) or not await greets(direct):
+            return
+        # Again: several ask a peer at once, and it asks us. Whoever came first has a connection
+        # that works by now, and ours would be the end of it.
+        if self._is_quiet(peer_id):
             self._silent.pop(peer_id, None)
             self._met.pop(peer_id, None)
             with contextlib.suppress(WireError):
                 await self.disconnect(peer_id)
+
+    def _is_quiet(self, peer_id: bytes) -> bool:
+        """Whether it has answered nothing, and nothing else was heard from it, for a while."""
+        if peer_id not in self._silent:
+            return False
+        heard = [stream.heard_s for stream in self._streams if stream.peer_id == peer_id]
+        last_s = max([self._silent[peer_id], *heard])
+        return asyncio.get_running_loop().time() - last_s > QUIET_S
 
     async def _connect_either(
         self, peer_id: bytes, direct: list[str], relayed: list[str], deadline: Deadline
@@ -222,7 +234,42 @@ class Transport:
         await self.connect(peer_id, relayed, deadline.timeout_s())
 
     async def connect(self, peer_id: bytes, known: Iterable[str], timeout_s: float) -> None:
-        """Make p2pd connect. It tries all addresses at once; a connection that is there will do."""
+        """Make p2pd connect. It tries all addresses at once; a connection that is there will do.
+
+        Each time it dials in vain it waits for longer before it dials again: up to 5 minutes, and
+        whoever is back is unreachable for as long. So after a first failure it is not asked before
+        the peer's daemon has greeted us.
+        """
+        known = list(known)
+        if peer_id in self._unreached:
+            known = await self._worth_dialling(peer_id, known)
+        try:
+            await self._connect(peer_id, known, timeout_s)
+        except (Unreachable, Stalled):
+            self._note_unreached(peer_id)
+            raise
+        self._unreached.pop(peer_id, None)
+
+    def _note_unreached(self, peer_id: bytes) -> None:
+        self._unreached[peer_id] = asyncio.get_running_loop().time()
+        if len(self._unreached) > PEERS_MET:
+            del self._unreached[next(iter(self._unreached))]
+
+    async def _worth_dialling(self, peer_id: bytes, known: list[str]) -> list[str]:
+        """Those of its addresses that may lead to it. Raises `Unreachable` if none does."""
+        if peer_id in await self.connected():
+            return known
+        since_s = asyncio.get_running_loop().time() - self._unreached.get(peer_id, 0.0)
+        if since_s > PROBE_EVERY_S:
+            if await greets(known):
+                return known
+            self._note_unreached(peer_id)
+        relayed = addresses.relayed(known)
+        if not relayed:
+            raise Unreachable("nobody answers at its addresses")
+        return relayed
+
+    async def _connect(self, peer_id: bytes, known: list[str], timeout_s: float) -> None:
         packed = []
         for address in known:
             with contextlib.suppress(Exception):  # a stranger's address that p2pd cannot parse

@@ -2,6 +2,8 @@
 
 from __future__ import annotations
 
+import os
+import select
 import time
 from collections.abc import Callable
 from pathlib import Path
@@ -21,3 +23,12 @@ def comes_true(condition: Callable[[], object], limit_s: float) -> bool:
     while not condition() and time.monotonic() < end_s:
         time.sleep(0.02)  # between two looks
     return bool(condition())
+
+
+def ends(pid: int, limit_s: float) -> bool:
+    """Whether it does within this time; returns in the very moment in which it does."""
+    process = os.pidfd_open(pid)
+    try:
+        return bool(select.select([process], [], [], limit_s)[0])
+    finally:
+        os.close(process)

@@ -56,6 +56,27 @@ def make_bed(rights: None) -> Iterator[Callable[[str], Bed]]:
         bed.__exit__(None, None, None)
 
 
+def test_hosts_of_a_background_job_hear_ctrl_c_and_who_stays_is_named(
+    make_bed: Callable[[str], Bed],
+) -> None:
+    """A shell starts such jobs with SIGINT ignored: a host that was still starting never left."""
+    before = signal.signal(signal.SIGINT, signal.SIG_IGN)
+    try:
+        bed = make_bed(TWO)
+        code = "import signal; print(signal.getsignal(2) is signal.default_int_handler)"
+        hears = bed.start("a", [sys.executable, "-c", code], stdout=subprocess.PIPE)
+        assert hears.communicate(timeout=WAIT_S)[0] == b"True\n"
+    finally:
+        signal.signal(signal.SIGINT, before)
+    deaf = "import signal, time; signal.signal(2, signal.SIG_IGN); print(1, flush=True)"
+    stays = bed.start(
+        "a", [sys.executable, "-c", f"{deaf}; time.sleep(600)"], stdout=subprocess.PIPE
+    )
+    assert stays.stdout is not None and stays.stdout.readline() == b"1\n"
+    stays.stdout.close()
+    assert bed.stop_processes(0.2) == [stays.pid]
+
+
 def test_the_round_trip_is_as_described_and_a_partition_opens_and_heals(
     make_bed: Callable[[str], Bed],
 ) -> None:

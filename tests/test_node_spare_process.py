@@ -7,6 +7,8 @@ import signal
 import subprocess
 import sys
 from collections.abc import Iterator
+from contextlib import suppress
+from pathlib import Path
 
 import numpy as np
 import pytest
@@ -68,16 +70,36 @@ def test_the_shared_memory_is_the_same_on_both_sides() -> None:
         os.close(fd)
 
 
-def test_a_spare_ends_with_its_killed_owner() -> None:
-    code = (
-        "from node import spare_process as s; import time\n"
-        "if __name__ == '__main__':\n"
-        "    s.prepare(); print(s._spare[0].pid, flush=True); time.sleep(600)\n"
+OWNER = (
+    "from node import spare_process as s; import time\n"
+    "if __name__ == '__main__':\n"
+    "    s.prepare(); print(s._spare[0].pid, flush=True); time.sleep(600)\n"
+)
+
+
+def test_a_spare_ends_with_its_killed_owner_also_while_it_imports(tmp_path: Path) -> None:
+    """On a busy machine importing torch takes half a minute, and nobody looks at the pipe."""
+    importing = tmp_path / "importing"
+    endless = f"import time\nopen({str(importing)!r}, 'w').close()\ntime.sleep(600)\n"
+    (tmp_path / "torch.py").write_text(endless)
+    path = os.pathsep.join([str(tmp_path), *filter(None, sys.path)])
+    owner = subprocess.Popen(
+        [sys.executable, "-c", OWNER],
+        stdout=subprocess.PIPE,
+        text=True,
+        env={**os.environ, "PYTHONPATH": path},
     )
-    owner = subprocess.Popen([sys.executable, "-c", code], stdout=subprocess.PIPE, text=True)
     assert owner.stdout is not None
     pid = int(owner.stdout.readline())
-    owner.kill()
-    owner.wait()
-    owner.stdout.close()
-    assert comes_true(lambda: not alive(pid), LIMIT_S)
+    try:
+        assert comes_true(importing.exists, LIMIT_S)
+        assert alive(pid)
+    finally:
+        owner.kill()
+        owner.wait()
+        owner.stdout.close()
+    try:
+        assert comes_true(lambda: not alive(pid), 10.0)
+    finally:
+        with suppress(ProcessLookupError):
+            os.kill(pid, signal.SIGKILL)

@@ -6,11 +6,13 @@ import asyncio
 import contextlib
 from collections.abc import AsyncIterator
 from pathlib import Path
+from typing import Any
 
 import pytest
 from loopback import RUN_ID, _no_daemon_left, node, run, until, until_async  # noqa: F401
 
 from node import addresses
+from node.gate import Unreachable
 from node.network import Network
 from node.stale_line import greets
 from protocol import messages
@@ -139,6 +141,73 @@ def test_who_is_heard_or_answers_keeps_its_connection(
             b.transport.unanswered(a.peer_id, now_s - 60.0)
             await ask(b, a.peer_id, 10.0)
             assert dropped == [a.peer_id]
+
+    run(main())
+
+
+def test_a_connection_that_was_made_while_we_looked_is_kept(
+    tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    """Several ask a silent peer at once, and it asks us: one new connection must do for all."""
+
+    async def main() -> None:
+        async with node(tmp_path, "a") as a, node(tmp_path, "b", await a.invitations()) as b:
+            dropped: list[bytes] = []
+
+            async def disconnect(peer_id: bytes) -> None:
+                dropped.append(peer_id)
+
+            async def answered_meanwhile(known: list[str]) -> bool:
+                b.transport.answered(a.peer_id)
+                return True
+
+            monkeypatch.setattr(b.transport, "disconnect", disconnect)
+            monkeypatch.setattr("node.transport.greets", answered_meanwhile)
+            await ask(b, a.peer_id, 10.0)
+            b._pool.clear()
+            await until(lambda: all(s.peer_id != a.peer_id for s in b.transport._streams))
+            b.transport.unanswered(a.peer_id, asyncio.get_running_loop().time() - 60.0)
+            await ask(b, a.peer_id, 10.0)
+            assert not dropped
+
+    run(main())
+
+
+def test_p2pd_is_not_made_to_dial_where_nobody_greets(
+    tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    """Each dial in vain makes it wait for longer: after a minute 30 s, at last 5 minutes."""
+    from hivemind.proto import p2pd_pb2  # warns when it is imported before `loopback`
+
+    dialled = 0
+
+    async def main() -> None:
+        async with node(tmp_path, "b") as b:
+            async with node(tmp_path, "a") as a:
+                other, port = a.peer_id, a.daemon.port
+                b._seeds[other] = await a.addresses()
+            control = b.transport._ask
+
+            async def counted(request: Any, timeout_s: float) -> Any:
+                nonlocal dialled
+                dialled += request.type == p2pd_pb2.Request.CONNECT
+                return await control(request, timeout_s)
+
+            monkeypatch.setattr(b.transport, "_ask", counted)
+            for _ in range(5):
+                with pytest.raises(Unreachable):
+                    await ask(b, other, 2.0)
+            assert dialled == 1
+
+            async with node(tmp_path, "a", port=port):
+
+                async def answers() -> bool:
+                    with contextlib.suppress(WireError):
+                        await ask(b, other, 2.0)
+                        return True
+                    return False
+
+                await until_async(answers)
 
     run(main())
 

@@ -41,6 +41,9 @@ class Bed:
 
     def __enter__(self) -> Bed:
         namespaces.check_rights()
+        if signal.getsignal(signal.SIGINT) is signal.SIG_IGN:
+            # A shell starts background jobs so, and hosts would inherit it: deaf while they start.
+            signal.signal(signal.SIGINT, signal.default_int_handler)
         self._forwarder = subprocess.Popen(
             [sys.executable, "-m", namespaces.FORWARDER],
             stdin=subprocess.PIPE,
@@ -104,9 +107,9 @@ class Bed:
             namespaces.limit_cpu(self.namespace(host), process.pid, percent)
         return process
 
-    def stop_processes(self, seconds: float = LEAVE_S) -> None:
-        """Ask all of them to leave, at the same time; whoever stays is killed."""
-        end_s = time.monotonic() + seconds
+    def stop_processes(self, seconds: float = LEAVE_S) -> list[int]:
+        """Ask all of them to leave, at the same time. Whoever stays is killed: their pids."""
+        end_s, stayed = time.monotonic() + seconds, []
         for process in self._processes:
             if process.poll() is None:
                 process.send_signal(signal.SIGINT)
@@ -114,10 +117,12 @@ class Bed:
             with contextlib.suppress(subprocess.TimeoutExpired):
                 process.wait(max(0.01, end_s - time.monotonic()))
             if process.poll() is None:
+                stayed.append(process.pid)
                 with contextlib.suppress(ProcessLookupError):
                     os.killpg(process.pid, signal.SIGKILL)
                 process.wait()
         self._processes = []
+        return stayed
 
     # --- the network ----------------------------------------------------------------------------
 
