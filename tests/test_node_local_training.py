@@ -156,4 +156,4 @@ def test_a_loss_that_is_no_number_ends_the_run(corpus: Corpus, tmp_path: Path) -
     training.before = node.local_training.Evaluation(5.5, (), 1)
     with pytest.raises(UsageError, match="block 1 diverged") as caught:
         training.train(lambda _: None, lambda: False)
-    assert "--learning-rate 0.001" in caught.value.hint
+    assert "--learning-rate 0.00067" in caught.value.hint
