@@ -8,8 +8,9 @@ to another, so the network takes its time from the trainer and nothing is hidden
     loop lag    a tick every 5 ms: by how much it was late. A stall of 100 ms counts as all the
                 ticks that it swallowed, not as one.
     speed kept  training steps per second with the network on, against the same trainer process
-                alone on the same core. Taken in turns; the ratio is that of the medians. The cap on
-                steps in a round is lifted, so that the trainer never idles.
+                alone on the same core, with the trainers of the other hosts, and nothing else, on
+                theirs. Taken in turns; the ratio is that of the medians. The cap on steps in a
+                round is lifted, so that the trainer never idles.
     memory      the sum of PSS (shared pages counted once) over the node's processes at its peak,
                 through several rounds: weights, optimizer, copies of other blocks, consensus, error
                 feedback and snapshots, Python and torch twice, p2pd. Against the peak of a process
@@ -44,7 +45,8 @@ from swarm.run import ModelShape
 from swarm.runfile import RoundSchedule, parse, run_id, scheduled_steps, with_start
 
 TICK_S = 0.005
-SAMPLE_MEMORY_S = 0.2
+SAMPLE_MEMORY_S = 1.0  # a look at all pages of three processes takes some 20 ms
+CORES = sorted(os.sched_getaffinity(0))  # the first for what is measured, the last for the rest
 WARM_ROUNDS = 2  # decided ones, before anything counts: by then the hosts know each other
 LIMIT_S = 600.0
 UNCAPPED_STEPS = 5000
@@ -267,7 +269,6 @@ async def swarm(
     folder: Path, text: bytes, block: int, seconds: float
 ) -> AsyncIterator[tuple[Child, list[Child]]]:
     """The measured host, and the others, who are there first."""
-    cores = sorted(os.sched_getaffinity(0))
     facts = {"run": text.hex(), "seconds": 0.0}
     children: list[Child] = []
 
@@ -278,11 +279,11 @@ async def swarm(
         return children[-1]
 
     try:
-        replica = start("replica", block, [], 0.0, cores[-1])
+        replica = start("replica", block, [], 0.0, CORES[-1])
         join = (await replica.hear())["join"]
-        ahead = start("ahead", block + 1, join, 0.0, cores[-1])
+        ahead = start("ahead", block + 1, join, 0.0, CORES[-1])
         await ahead.hear()
-        measured = start("measured", block, join, seconds, cores[0])
+        measured = start("measured", block, join, seconds, CORES[0])
         await measured.hear()
         yield measured, children
     finally:
@@ -298,7 +299,7 @@ async def live(text: bytes, block: int, seconds: float) -> dict[str, Any]:
 
 
 async def alone(role: str, told: dict[str, Any]) -> dict[str, Any]:
-    child = Child(role, told, {min(os.sched_getaffinity(0))})
+    child = Child(role, told, {CORES[0]})
     try:
         found = await child.hear()
         return {**found, "peak_mb": child.peak_bytes / 1e6}
@@ -306,17 +307,28 @@ async def alone(role: str, told: dict[str, Any]) -> dict[str, Any]:
         await child.stop()
 
 
+async def without_network(told: dict[str, Any]) -> dict[str, Any]:
+    """The trainer alone on its core. The trainers of the other hosts are on theirs, as in `live`:
+    cores share memory and a cache, and what they take of it is not the network's doing."""
+    longer = {**told, "seconds": told["seconds"] + 2 * told["warm_s"]}
+    others = [Child("trainer", longer, {CORES[-1]}) for _ in range(2)]
+    try:
+        return await alone("trainer", told)
+    finally:
+        await asyncio.gather(*(child.stop() for child in others))
+
+
 async def speed_rows(quick: bool) -> harness.Rows:
     """The trainer alone and in a live host, in turns."""
     schedule = RoundSchedule(0, 12.0, 400, 1.0, 4.0, 1.0, 1.5)
     if quick:
         schedule = RoundSchedule(0, 5.0, 400, 0.5, 2.0, 0.5, 0.5)
-    shape, seconds = SHAPES["1.6M"], 10.0 if quick else 48.0
+    shape, seconds = SHAPES["1.6M"], 10.0 if quick else 36.0
     block, rows = shape.blocks - 2, []
-    for repeat in range(1 if quick else 4):
+    for repeat in range(1 if quick else 3):
         text = run_text(shape, 8, schedule)
         told = {"run": text.hex(), "block": block, "seconds": seconds, "warm_s": 3.0}
-        off = await alone("trainer", told)
+        off = await without_network(told)
         on = await live(text, block, seconds)
         rows.append(
             {
@@ -355,6 +367,7 @@ async def memory_row(name: str, seconds: float) -> dict[str, Any]:
 
 
 async def run_all(quick: bool) -> tuple[harness.Figures, harness.Rows]:
+    os.sched_setaffinity(0, {CORES[-1]})
     speed = await speed_rows(quick)
     sizes = {"1.6M": 5.0} if quick else {"1.6M": 36.0, "25M": 90.0, "100M": 90.0}
     memory = [await memory_row(name, seconds) for name, seconds in sizes.items()]
