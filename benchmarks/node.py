@@ -30,7 +30,7 @@ import tempfile
 import time
 import warnings
 from collections.abc import AsyncIterator
-from dataclasses import replace
+from dataclasses import asdict, dataclass, replace
 from pathlib import Path
 from typing import Any
 
@@ -318,43 +318,69 @@ async def without_network(told: dict[str, Any]) -> dict[str, Any]:
         await asyncio.gather(*(child.stop() for child in others))
 
 
-async def speed_rows(quick: bool) -> harness.Rows:
-    """The trainer alone and in a live host, in turns."""
-    schedule = RoundSchedule(0, 12.0, 400, 1.0, 4.0, 1.0, 1.5)
+@dataclass(frozen=True)
+class Variant:
+    """A row: speed and lag in a turn with the network and one without, or memory at a size."""
+
+    name: str
+    shape: str
+    seconds: float
+    memory: bool = False
+    quick: bool = False
+
+    @property
+    def key(self) -> str:
+        return json.dumps(asdict(self), sort_keys=True)
+
+
+def variants(quick: bool) -> list[Variant]:
     if quick:
-        schedule = RoundSchedule(0, 5.0, 400, 0.5, 2.0, 0.5, 0.5)
-    shape, seconds = SHAPES["1.6M"], 10.0 if quick else 36.0
-    block, rows = shape.blocks - 2, []
-    for repeat in range(1 if quick else 3):
-        text = run_text(shape, 8, schedule)
-        told = {"run": text.hex(), "block": block, "seconds": seconds, "warm_s": 3.0}
-        off = await without_network(told)
-        on = await live(text, block, seconds)
-        rows.append(
-            {
-                "name": f"live, 1.6M, {repeat}",
-                "shape": "1.6M",
-                "steps_per_s_alone": round(off["steps_per_s"], 3),
-                "steps_per_s_live": round(on["steps_per_s"], 3),
-                **{key: round(value, 3) for key, value in on.items() if key != "steps_per_s"},
-            }
-        )
-        print(json.dumps(rows[-1]), flush=True)
+        return [
+            Variant("live, 1.6M, 0", "1.6M", 10.0, quick=True),
+            Variant("memory, 1.6M", "1.6M", 5.0, memory=True, quick=True),
+        ]
+    rows = [Variant(f"live, 1.6M, {repeat}", "1.6M", 36.0) for repeat in range(3)]
+    rows += [
+        Variant(f"memory, {shape}", shape, seconds, memory=True)
+        for shape, seconds in {"1.6M": 36.0, "25M": 90.0, "100M": 90.0}.items()
+    ]
     return rows
 
 
-async def memory_row(name: str, seconds: float) -> dict[str, Any]:
-    """Live against end-to-end at one size. The batch is footprint's."""
-    batch = {"1.6M": 8, "25M": 8, "100M": 4}[name]
+def measure(variant: Variant) -> dict[str, Any]:
+    os.sched_setaffinity(0, {CORES[-1]})
+    return asyncio.run(memory_row(variant) if variant.memory else speed_row(variant))
+
+
+async def speed_row(variant: Variant) -> dict[str, Any]:
+    """The trainer without the network, then in a live host."""
     schedule = RoundSchedule(0, 12.0, 400, 1.0, 4.0, 1.0, 1.5)
-    if name != "1.6M":
+    if variant.quick:
+        schedule = RoundSchedule(0, 5.0, 400, 0.5, 2.0, 0.5, 0.5)
+    shape = SHAPES[variant.shape]
+    text, block = run_text(shape, 8, schedule), shape.blocks - 2
+    told = {"run": text.hex(), "block": block, "seconds": variant.seconds, "warm_s": 3.0}
+    off = await without_network(told)
+    on = await live(text, block, variant.seconds)
+    return {
+        "shape": variant.shape,
+        "steps_per_s_alone": round(off["steps_per_s"], 3),
+        "steps_per_s_live": round(on["steps_per_s"], 3),
+        **{key: round(value, 3) for key, value in on.items() if key != "steps_per_s"},
+    }
+
+
+async def memory_row(variant: Variant) -> dict[str, Any]:
+    """Live against end-to-end at one size. The batch is footprint's."""
+    shape, batch = SHAPES[variant.shape], {"1.6M": 8, "25M": 8, "100M": 4}[variant.shape]
+    schedule = RoundSchedule(0, 12.0, 400, 1.0, 4.0, 1.0, 1.5)
+    if variant.shape != "1.6M":
         schedule = RoundSchedule(0, 40.0, 400, 2.0, 16.0, 4.0, 5.0)
-    text = run_text(SHAPES[name], batch, schedule)
-    on = await live(text, SHAPES[name].blocks - 2, seconds)
+    text = run_text(shape, batch, schedule)
+    on = await live(text, shape.blocks - 2, variant.seconds)
     whole = await alone("end_to_end", {"run": text.hex(), "steps": 4})
-    row = {
-        "name": f"memory, {name}",
-        "shape": name,
+    return {
+        "shape": variant.shape,
         "live_peak_mb": round(on["peak_mb"], 1),
         "end_to_end_peak_mb": round(whole["peak_mb"], 1),
         "memory_ratio": round(on["peak_mb"] / whole["peak_mb"], 3),
@@ -362,31 +388,28 @@ async def memory_row(name: str, seconds: float) -> dict[str, Any]:
         "lag_max_ms": round(on["lag_max_ms"], 1),
         "rounds": on["rounds"],
     }
-    print(json.dumps(row), flush=True)
-    return row
 
 
-async def run_all(quick: bool) -> tuple[harness.Figures, harness.Rows]:
-    os.sched_setaffinity(0, {CORES[-1]})
-    speed = await speed_rows(quick)
-    sizes = {"1.6M": 5.0} if quick else {"1.6M": 36.0, "25M": 90.0, "100M": 90.0}
-    memory = [await memory_row(name, seconds) for name, seconds in sizes.items()]
-    kept = [
-        statistics.median(row[key] for row in speed)
-        for key in ("steps_per_s_live", "steps_per_s_alone")
-    ]
-    figures = {
-        "loop_lag_p99_ms": max(row["lag_p99_ms"] for row in speed),
-        "training_speed_kept": kept[0] / kept[1],
-        "memory_ratio": memory[-1]["memory_ratio"],  # of the largest model
-        "memory_ratio_smallest": memory[0]["memory_ratio"],
-        "loop_lag_p99_ms_largest": memory[-1]["lag_p99_ms"],
-    }
-    return figures, [*speed, *memory]
-
-
-def run(quick: bool) -> tuple[harness.Figures, harness.Rows]:
-    return asyncio.run(run_all(quick))
+def figures(rows: harness.Rows) -> harness.Figures:
+    speed = [row for row in rows if "steps_per_s_live" in row]
+    memory = [row for row in rows if "memory_ratio" in row]
+    out: harness.Figures = {}
+    if speed:
+        kept, alone_per_s = (
+            statistics.median(row[key] for row in speed)
+            for key in ("steps_per_s_live", "steps_per_s_alone")
+        )
+        out |= {
+            "loop_lag_p99_ms": max(row["lag_p99_ms"] for row in speed),
+            "training_speed_kept": kept / alone_per_s,
+        }
+    if memory:  # in the order of their size
+        out |= {
+            "memory_ratio": memory[-1]["memory_ratio"],
+            "memory_ratio_smallest": memory[0]["memory_ratio"],
+            "loop_lag_p99_ms_largest": memory[-1]["lag_p99_ms"],
+        }
+    return out
 
 
 def serve_role(role: str, told: dict[str, Any]) -> None:
@@ -404,4 +427,6 @@ if __name__ == "__main__":
     if sys.argv[1:2] and not sys.argv[1].startswith("-"):
         serve_role(sys.argv[1], json.loads(sys.argv[2]))
     else:
-        harness.main("node", run, seeds=[0])
+        options = harness.parse("node")
+        table = variants(options.quick)
+        harness.measure_rows(options, "node", table, measure, figures, {"seeds": [0]})
