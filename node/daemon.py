@@ -22,7 +22,6 @@ import shutil
 import signal
 import socket
 import sys
-import tempfile
 from collections import deque
 from collections.abc import Iterable
 from dataclasses import dataclass
@@ -33,6 +32,7 @@ from typing import Any, Literal
 from hivemind.p2p import P2P
 from hivemind.utils.multiaddr import Multiaddr
 
+from node import socket_folder
 from node.addresses import listening_on
 from node.transport import Transport
 from protocol.errors import BlockswarmError
@@ -45,7 +45,6 @@ ORPHAN_S = 10.0
 ALL_INTERFACES = ("0.0.0.0", "::")  # noqa: S104 (a peer that nobody can dial is of little use)
 DOCTOR = "blockswarm doctor (looks at p2pd, ports, memory and disk)"
 _PORT_ATTEMPTS = 3
-_SOCKET_PATH_MAX = 90  # the kernel's limit is 104 to 108 bytes, with the file's name
 
 
 class DaemonError(BlockswarmError):
@@ -117,14 +116,14 @@ class Daemon:
         self._child: asyncio.subprocess.Process | None = None
         self._drain: asyncio.Task[None] | None = None
         self._lines: deque[str] = deque(maxlen=20)
-        self.transport = Transport(folder / "control", folder / "incoming")
+        self.transport = Transport(folder / socket_folder.CONTROL, folder / socket_folder.INCOMING)
 
     @classmethod
     async def start(cls, settings: DaemonSettings) -> Daemon:
         """Start p2pd. Raises `DaemonError`; whatever was begun is cleaned up then."""
         for attempt in range(_PORT_ATTEMPTS):
             hosts, port = free_port(settings.hosts, settings.port)
-            daemon = cls(settings, _private_folder())
+            daemon = cls(settings, socket_folder.make())
             try:
                 await daemon._start(hosts, port)
             except PortInUse:
@@ -145,7 +144,10 @@ class Daemon:
 
     async def _start(self, hosts: tuple[str, ...], port: int) -> None:
         self.port = port
-        command = [_binary(), *self.settings.options(self._folder / "control", hosts, port)]
+        command = [
+            _binary(),
+            *self.settings.options(self._folder / socket_folder.CONTROL, hosts, port),
+        ]
         # Without it two nodes on one port both start, and nodes that join at once fail to dial.
         environment = {**os.environ, "LIBP2P_TCP_REUSEPORT": "false"}
         environment.setdefault("GOLOG_LOG_LEVEL", "error")
@@ -292,14 +294,6 @@ def _how_it_ended(code: int) -> str:
 
 def _binary() -> str:
     return str(files("hivemind.hivemind_cli").joinpath("p2pd"))
-
-
-def _private_folder() -> Path:
-    folder = tempfile.mkdtemp(prefix="blockswarm-")  # mode 0700
-    if len(folder) > _SOCKET_PATH_MAX:
-        os.rmdir(folder)
-        folder = tempfile.mkdtemp(prefix="blockswarm-", dir="/tmp")
-    return Path(folder)
 
 
 def port_in_use(port: int) -> PortInUse:
