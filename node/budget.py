@@ -11,8 +11,6 @@ import json
 from collections import deque
 from pathlib import Path
 
-from node.atomic import write_atomically
-
 DAY_S = 86400.0
 SPAN_S = 900.0  # the day is forgotten in pieces of this length
 FILE = "budget.json"
@@ -52,10 +50,11 @@ class DailyBudget:
 
     # Surviving a restart.
 
-    def save(self, folder: Path) -> None:
-        if self.limit_bytes is not None:
-            text = json.dumps([list(span) for span in self._totals]).encode()
-            write_atomically(folder / FILE, lambda half: _write(half, text))
+    def to_bytes(self) -> bytes | None:
+        """What is to be kept in `FILE`: nothing without a limit."""
+        if self.limit_bytes is None:
+            return None
+        return json.dumps([list(span) for span in self._totals]).encode()
 
     def load(self, folder: Path) -> None:
         """What cannot be read is not there: then the day begins now."""
@@ -67,7 +66,3 @@ class DailyBudget:
             return
         if found == sorted(found) and all(0 <= when < 1e12 for when, _ in found):
             self._totals = deque(found[-_MAX_SPANS:])
-
-
-def _write(path: Path, data: bytes) -> None:
-    path.write_bytes(data)

@@ -18,7 +18,6 @@ from pathlib import Path
 from typing import Any
 
 from node.addresses import AddressError, in_order, split_peer, with_peer
-from node.atomic import write_atomically
 from node.dht import Lookup
 from node.gate import DaemonGone, Unreachable
 from node.ring import Ring
@@ -50,7 +49,6 @@ class PeerBook:
     """Addresses of peers that answered or have a verified record, the latest last. Bounded."""
 
     def __init__(self, path: Path | None = None) -> None:
-        self._path = path
         self._peers: dict[bytes, tuple[str, ...]] = {}
         if path is not None:
             self._load(path)
@@ -72,12 +70,10 @@ class PeerBook:
     def latest(self, count: int) -> list[tuple[bytes, tuple[str, ...]]]:
         return list(reversed(self._peers.items()))[:count]
 
-    def save(self) -> None:
-        """Durable, so that a node whose seed peer is gone for ever still finds the swarm."""
-        if self._path is not None:
-            lines = [[with_peer(a, peer) for a in known] for peer, known in self._peers.items()]
-            data = json.dumps(lines, indent=0).encode()
-            write_atomically(self._path, lambda half: _write(half, data))
+    def to_bytes(self) -> bytes:
+        """Kept, so that a node whose seed peer is gone for ever still finds the swarm."""
+        lines = [[with_peer(a, peer) for a in known] for peer, known in self._peers.items()]
+        return json.dumps(lines, indent=0).encode()
 
     def _load(self, path: Path) -> None:
         """A cache: what cannot be read is not there."""
@@ -89,10 +85,6 @@ class PeerBook:
                 self.remember(found[0][0], [address for _, address in found])
         except (OSError, ValueError, TypeError, IndexError, RecursionError, AddressError):
             return
-
-
-def _write(path: Path, data: bytes) -> None:
-    path.write_bytes(data)
 
 
 class Discovery:

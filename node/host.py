@@ -17,6 +17,7 @@ from dataclasses import replace
 from node.atomic import StorageError
 from node.block_choice import UNLIMITED, BlockWatch, choose_block
 from node.block_work import BlockWork, Premises
+from node.budget import FILE as BUDGET_FILE
 from node.budget import DailyBudget
 from node.event_log import EventLog
 from node.follow import Follower
@@ -68,7 +69,7 @@ class Host:
         self.clock = PeerClock(self.network, self.run_id)
         self.budget = DailyBudget(settings.bytes_per_day)
         self.budget.load(settings.folder)
-        self.network.on_save.append(lambda: self.budget.save(settings.folder))
+        self.network.kept.keep(BUDGET_FILE, self.budget.to_bytes)
         self.block = -1
         self.work: BlockWork | None = None
         self.paused = False

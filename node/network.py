@@ -24,6 +24,7 @@ from node.daemon import Daemon, DaemonError, DaemonSettings
 from node.dial_back import DialBacks, caller_address
 from node.discovery import Discovery, PeerBook, parse_seeds
 from node.gate import Backoff, DaemonGone, Gate, Said, with_backoff
+from node.kept_files import KeptFiles
 from node.p2pd_stream import P2pdStream
 from node.pace import PacedStream, Rate
 from node.phases import mark
@@ -96,11 +97,13 @@ class Network:
         self.ledger = Ledger.load(folder / "ledger.json") if folder else Ledger()
         self.service = Service(self.ledger, gate)
         book = PeerBook(folder / "peers.json" if folder else None)
+        self.kept = KeptFiles(folder)
+        self.kept.keep("peers.json", book.to_bytes)
+        self.kept.keep("ledger.json", self.ledger.to_bytes)
         # Last: from here on the identity is locked, until `stop`.
         self.identity: Identity = load_or_create(settings.daemon.identity_path)
         self.discovery = Discovery(self.identity, settings.run_id, book, self.ledger)
         self.restarts = 0
-        self.on_save: list[Callable[[], None]] = []  # what else is kept whenever the ledger is
         self._up, self._down = (
             None if rate is None else Rate(rate)
             for rate in (settings.up_bytes_per_s, settings.down_bytes_per_s)
@@ -192,16 +195,9 @@ class Network:
             await self._daemon.stop()
             self._daemon = None
         try:
-            self._save()
+            self.kept.save_now()
         finally:
             self.identity.close()
-
-    def _save(self) -> None:
-        if self.settings.state_folder is not None:
-            self.discovery.book.save()
-            self.ledger.save(self.settings.state_folder / "ledger.json")
-            for save in self.on_save:
-                save()
 
     async def _keep_daemon(self) -> None:
         """Start p2pd again whenever it has died: same identity, same port, same records.
@@ -261,7 +257,7 @@ class Network:
             if time.monotonic() - saved_s > BOOK_EVERY_S:
                 saved_s = time.monotonic()
                 with suppress(BlockswarmError, OSError):  # a full disk
-                    self._save()
+                    await self.kept.save()
             try:
                 attempt = await self._look_for_company(attempt)
             except WireError:

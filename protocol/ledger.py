@@ -10,7 +10,6 @@ from __future__ import annotations
 
 import json
 import math
-import os
 from collections.abc import Mapping
 from dataclasses import dataclass, replace
 from pathlib import Path
@@ -157,15 +156,6 @@ class Ledger:
             raise LedgerDamaged(f"the ledger cannot be read: {error}", "move it away") from error
         ledger._fold()
         return ledger
-
-    def save(self, path: Path) -> None:
-        """Replace the file atomically: a crash leaves the old one or the new one."""
-        temporary = path.with_name(path.name + ".tmp")
-        with open(temporary, "wb") as file:
-            file.write(self.to_bytes())
-            file.flush()
-            os.fsync(file.fileno())
-        os.replace(temporary, path)
 
     @classmethod
     def load(cls, path: Path, max_peers: int = LEDGER_PEERS) -> Ledger:

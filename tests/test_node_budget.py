@@ -40,7 +40,9 @@ def test_a_restart_does_not_begin_a_new_day(tmp_path: Path) -> None:
     budget = DailyBudget(1000)
     assert not budget.over(0.0, 5000)
     assert not budget.over(3600.0, 5900)
-    budget.save(tmp_path)
+    kept = budget.to_bytes()
+    assert kept is not None
+    (tmp_path / FILE).write_bytes(kept)
     again = DailyBudget(1000)
     again.load(tmp_path)
     assert again.left_bytes(7200.0, 5950) == 50
@@ -68,8 +70,7 @@ def test_a_file_that_is_none_is_no_past(tmp_path: Path, text: str) -> None:
 
 
 def test_without_a_limit_nothing_is_kept(tmp_path: Path) -> None:
-    DailyBudget(None).save(tmp_path)
-    assert not (tmp_path / FILE).exists()
+    assert DailyBudget(None).to_bytes() is None
     (tmp_path / FILE).write_text(json.dumps([[i, i] for i in range(5000)]))
     budget = DailyBudget(1)
     budget.load(tmp_path)

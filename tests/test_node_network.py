@@ -100,14 +100,15 @@ def test_an_unforeseen_error_does_not_leave_a_host_without_its_daemon(
 
 
 def test_what_else_is_kept_is_saved_with_the_ledger(tmp_path: Path) -> None:
-    saved: list[int] = []
-
-    async def main() -> None:
+    async def main() -> Path:
         async with node(tmp_path, "a", keep_state=True) as a:
-            a.on_save.append(lambda: saved.append(1))
+            a.kept.keep("more.json", lambda: b"more")
+            assert a.kept.folder is not None
+            return a.kept.folder
 
-    run(main())
-    assert saved == [1]
+    folder = run(main())
+    assert (folder / "more.json").read_bytes() == b"more"
+    assert (folder / "ledger.json").exists() and (folder / "peers.json").exists()
 
 
 def test_nobody_is_not_joined_through(tmp_path: Path) -> None:
