@@ -19,7 +19,7 @@ import time
 from collections.abc import Callable, Iterator
 from dataclasses import dataclass, field, replace
 from pathlib import Path
-from threading import Thread
+from threading import Thread, current_thread, main_thread
 from typing import Any
 
 from node.child_process import leave_with_parent
@@ -94,12 +94,41 @@ def _drain(stream: Any, hear: Callable[[str], None]) -> None:
         hear(line)
 
 
+class CtrlC:
+    """Remembers that it was pressed. An interrupt that comes while a process is forked is raised in
+    Python's own hooks, which drop it; on a busy machine that is no rare moment."""
+
+    def __init__(self) -> None:
+        self.pressed = False
+
+    @contextlib.contextmanager
+    def watched(self) -> Iterator[None]:
+        before = signal.getsignal(signal.SIGINT)
+        if before is not signal.default_int_handler or current_thread() is not main_thread():
+            yield
+            return
+        signal.signal(signal.SIGINT, self._press)
+        try:
+            yield
+        finally:
+            signal.signal(signal.SIGINT, before)
+
+    def _press(self, *_: object) -> None:
+        self.pressed = True
+        raise KeyboardInterrupt
+
+    def check(self) -> None:
+        if self.pressed:
+            raise KeyboardInterrupt
+
+
 class DemoSwarm:
     """Starts workers and sees to it that none is left."""
 
     def __init__(self, folder: Path) -> None:
         self.folder = folder
         self.workers: list[Worker] = []
+        self.ctrl_c = CtrlC()
 
     def start(self, name: str, *arguments: str) -> Worker:
         command = [sys.executable, "-m", "node.cli", *arguments, "--json", "--threads", "1"]
@@ -122,6 +151,7 @@ class DemoSwarm:
         """Wait for a condition; a worker that ended by itself is an error."""
         end = time.monotonic() + within_s
         while not condition():
+            self.ctrl_c.check()
             for worker in self.workers:
                 if worker.process.poll() not in (None, -signal.SIGKILL):
                     last = " ".join(worker.said[-3:])
@@ -166,10 +196,11 @@ def descendants(pid: int) -> list[int]:
 def swarm_in(folder: Path) -> Iterator[DemoSwarm]:
     shutil.rmtree(folder / "hosts", ignore_errors=True)
     swarm = DemoSwarm(folder / "hosts")
-    try:
-        yield swarm
-    finally:
-        swarm.stop()
+    with swarm.ctrl_c.watched():
+        try:
+            yield swarm
+        finally:
+            swarm.stop()
 
 
 def run_demo(folder: Path, say: Callable[[str], None], run: RunFile) -> dict[str, Any]:

@@ -11,6 +11,7 @@ import pytest
 import torch
 from hypothesis import settings
 
+from benchmarks.wan import namespaces
 from swarm.composition import ComposedModel
 from swarm.model import Block
 from swarm.run import ModelShape, Noise, Run, Training
@@ -126,3 +127,13 @@ def periodic() -> Callable[[int, int], tuple[torch.Tensor, torch.Tensor]]:
         return windows[:, :-1], windows[:, 1:]
 
     return make
+
+
+@pytest.fixture(scope="session")
+def wan_rights() -> None:
+    """What needs network namespaces is skipped where a person may not make them (they need root),
+    and says how to get the rights: nothing of ours is wrong then."""
+    try:
+        namespaces.check_rights()
+    except namespaces.NoRights as error:
+        pytest.skip(f"{error.message}: {error.hint}")

@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import os
 import signal
 import subprocess
 import sys
@@ -9,6 +10,8 @@ from pathlib import Path
 
 import pytest
 from processes import comes_true
+
+from node.demo import swarm_in
 
 
 def alive(folder: Path) -> list[str]:
@@ -21,6 +24,33 @@ def alive(folder: Path) -> list[str]:
         except OSError:
             continue
     return found
+
+
+def test_ctrl_c_counts_also_where_python_drops_it(
+    tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    """While a process is forked: the interrupt is raised in a hook of Python's, and ends there."""
+    dropped: list[object] = []
+    presses = [signal.SIGINT]
+
+    def hook() -> None:  # as those of logging and others are run
+        if presses:
+            os.kill(os.getpid(), presses.pop())
+
+    def fork() -> bool:
+        subprocess.run(["true"], preexec_fn=lambda: None, check=True)
+        return False
+
+    monkeypatch.setattr(sys, "unraisablehook", lambda what: dropped.append(what.exc_type))
+    os.register_at_fork(after_in_parent=hook)
+    before = signal.signal(signal.SIGINT, signal.default_int_handler)  # xdist's is another
+    try:
+        with swarm_in(tmp_path) as swarm, pytest.raises(KeyboardInterrupt):
+            swarm.until(fork, "what never happens", 30.0)
+        assert dropped == [KeyboardInterrupt]
+        assert signal.getsignal(signal.SIGINT) is signal.default_int_handler
+    finally:
+        signal.signal(signal.SIGINT, before)
 
 
 @pytest.mark.long
