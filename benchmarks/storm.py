@@ -328,13 +328,14 @@ def judge(
         for block, first, length in split
     ]
     rows += [{"name": "orphan", "process": words} for words in storm.orphans]
-    rows += [_host_row(name, events, storm) for name, events in logs.items()]
+    rows += [_host_row(name, events, storm, minutes * 60) for name, events in logs.items()]
     return figures, rows
 
 
-def _host_row(name: str, events: list[log.Event], storm: Storm) -> dict[str, Any]:
+def _host_row(name: str, events: list[log.Event], storm: Storm, seconds: float) -> dict[str, Any]:
     found = log.rounds(events)
-    last = storm.samples.get(name, [])[-1:]
+    samples = storm.samples.get(name, [])
+    last = samples[-1:]
     return {
         "name": f"host {name}",
         "rounds": len(found),
@@ -343,6 +344,7 @@ def _host_row(name: str, events: list[log.Event], storm: Storm) -> dict[str, Any
         "rss_mb": round(last[0].rss_bytes / 1e6, 1) if last else 0.0,
         "descriptors": last[0].descriptors if last else 0,
         "threads": last[0].threads if last else 0,
+        "held": storm_checks.held(samples, seconds),
     }
 
 

@@ -9,8 +9,9 @@ import contextlib
 import itertools
 import os
 import statistics
+from collections import Counter
 from collections.abc import Iterable, Mapping, Sequence
-from dataclasses import dataclass
+from dataclasses import dataclass, field
 from pathlib import Path
 
 from benchmarks.three_hosts_events import Event, Logs, rounds
@@ -18,6 +19,7 @@ from node.demo import descendants
 
 HANG_ROUNDS = 3  # a host that is up says something in every round
 AGREE_ROUNDS = 3  # so long after a fault replicas may stand on different digests
+ESTABLISHED = "01"  # in /proc/net/tcp
 SETTLED = 0.25  # memory is compared with that after this part of the storm
 
 Span = tuple[float, float]  # unix time from, to
@@ -151,18 +153,58 @@ class Sample:
     rss_bytes: int
     descriptors: int
     threads: int
+    peers: int = 0  # other hosts at the far end of its TCP connections
+    parts: Mapping[str, int] = field(default_factory=dict)  # the same, by process and kind
 
 
 def sample(pid: int, at_s: float) -> Sample:
-    rss = descriptors = threads = 0
+    parts: Counter[str] = Counter()
+    far_ends = _tcp_far_ends(pid)
+    peers: set[str] = set()
     for one in (pid, *descendants(pid)):
         with contextlib.suppress(OSError):
+            kind = "node" if one == pid else _kind(one)
             lines = Path(f"/proc/{one}/status").read_text().splitlines()
             fields = dict(line.split(":", 1) for line in lines if ":" in line)
-            rss += int(fields.get("VmRSS", "0 kB").split()[0]) * 1024
-            threads += int(fields["Threads"])
-            descriptors += len(os.listdir(f"/proc/{one}/fd"))
-    return Sample(at_s, rss, descriptors, threads)
+            parts[f"{kind} rss"] += int(fields.get("VmRSS", "0 kB").split()[0]) * 1024
+            parts[f"{kind} threads"] += int(fields["Threads"])
+            for place in Path(f"/proc/{one}/fd").iterdir():
+                with contextlib.suppress(OSError):
+                    name = os.readlink(place)
+                    parts[f"{kind} {'tcp' if name in far_ends else name.split(':')[0]} open"] += 1
+                    peers.add(far_ends.get(name, ""))
+    return Sample(
+        at_s,
+        _sum(parts, "rss"),
+        _sum(parts, "open"),
+        _sum(parts, "threads"),
+        len(peers - {""}),
+        dict(parts),
+    )
+
+
+def _sum(parts: Mapping[str, int], what: str) -> int:
+    return sum(value for key, value in parts.items() if key.endswith(f" {what}"))
+
+
+def _kind(pid: int) -> str:
+    """Which part of a host a child process is."""
+    command = Path(f"/proc/{pid}/cmdline").read_bytes()
+    if command.split(b"\0")[0].endswith(b"p2pd"):
+        return "p2pd"
+    return "trainer" if b"spawn_main" in command and b"tracker" not in command else "other"
+
+
+def _tcp_far_ends(pid: int) -> dict[str, str]:
+    """The TCP connections in a process's network: how its descriptor is called -> who is there."""
+    out = {}
+    for table in ("tcp", "tcp6"):
+        with contextlib.suppress(OSError):
+            for line in Path(f"/proc/{pid}/net/{table}").read_text().splitlines()[1:]:
+                fields = line.split()
+                if fields[3] == ESTABLISHED:
+                    out[f"socket:[{fields[9]}]"] = fields[2].split(":")[0]
+    return out
 
 
 def growth(samples: Mapping[str, Iterable[Sample]], end_s: float) -> dict[str, float]:
@@ -182,17 +224,33 @@ def growth(samples: Mapping[str, Iterable[Sample]], end_s: float) -> dict[str, f
     return out
 
 
+def held(samples: Iterable[Sample], end_s: float) -> dict[str, dict[str, int]]:
+    """What a host held when it had settled and at the end, by process and kind of descriptor."""
+    kept = sorted(samples, key=lambda s: s.at_s)
+    out = {}
+    for name, from_s, to_s in (
+        ("settled", SETTLED * end_s, 2 * SETTLED * end_s),
+        ("at the end", (1 - SETTLED) * end_s, end_s),
+    ):
+        found = [s for s in kept if from_s <= s.at_s <= to_s]
+        if found:
+            middle = found[len(found) // 2]
+            out[name] = {"peers": middle.peers, **dict(sorted(middle.parts.items()))}
+    return out
+
+
 def _middle(samples: list[Sample], what: str) -> float:
     return float(statistics.median(getattr(s, what) for s in samples))
 
 
-def alive(pids: Iterable[int]) -> list[int]:
+def alive(pids: Iterable[int], proc: Path = Path("/proc")) -> list[int]:
     """Those that still run. A zombie has ended, and what has no memory any more ends right now."""
     out = []
     for pid in pids:
-        with contextlib.suppress(OSError, IndexError):
-            state = Path(f"/proc/{pid}/stat").read_text().rpartition(")")[2].split()[0]
-            if state not in "ZX" and Path(f"/proc/{pid}/cmdline").read_bytes():
+        with contextlib.suppress(OSError):
+            lines = (proc / f"{pid}/status").read_text().splitlines()
+            # Not its command line: that is empty for a moment at the start as well.
+            if any(line.startswith("VmSize:") for line in lines):
                 out.append(pid)
     return out
 
@@ -209,10 +267,7 @@ def children_of(pid: int, kind: str) -> list[int]:
     out = []
     for child in descendants(pid):
         with contextlib.suppress(OSError):
-            words = Path(f"/proc/{child}/cmdline").read_bytes()
-            is_daemon = words.split(b"\0")[0].endswith(b"p2pd")
-            is_trainer = b"spawn_main" in words and b"tracker" not in words
-            if (kind == "p2pd" and is_daemon) or (kind == "trainer" and is_trainer):
+            if _kind(child) == kind:
                 out.append(child)
     return out
 

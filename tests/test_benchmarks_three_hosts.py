@@ -3,17 +3,24 @@
 from __future__ import annotations
 
 import os
+import socket
+import subprocess
+from collections.abc import Callable
 from dataclasses import replace
 from pathlib import Path
 from typing import Any
 
 import pytest
+from processes import ends
 
 from benchmarks import storm, storm_checks, three_hosts
 from benchmarks import three_hosts_events as log
 from benchmarks.storm_checks import Excuse, Sample
 from benchmarks.three_hosts_swarm import SPARSE, expected_bytes, start_ce
-from benchmarks.wan import namespaces, topology
+from benchmarks.wan import topology
+from benchmarks.wan.bed import Bed
+from benchmarks.wan.processes import START_S
+from benchmarks.wan.runner import SwarmOnBed
 from node.cli_operator import emit
 from node.data import load_corpus
 from swarm.runfile import parse
@@ -218,6 +225,44 @@ def test_growth_is_from_when_a_host_had_settled() -> None:
     assert first > last
 
 
+def test_what_a_host_holds_is_told_by_process_and_kind() -> None:
+    with socket.create_server(("127.0.0.1", 0)) as server:
+        before = storm_checks.sample(os.getpid(), 1.0)
+        with socket.create_connection(server.getsockname()), server.accept()[0]:
+            after = storm_checks.sample(os.getpid(), 2.0)
+    # Both ends are ours, and both are the same far host.
+    assert after.parts["node tcp open"] == before.parts.get("node tcp open", 0) + 2
+    assert after.descriptors == before.descriptors + 2
+    assert after.peers == before.peers + (1 if not before.peers else 0)
+    assert after.threads >= 1 and after.rss_bytes > 1_000_000
+    samples = [replace(before, at_s=30.0), replace(after, at_s=90.0)]
+    found = storm_checks.held(samples, 100.0)
+    assert found["at the end"]["node tcp open"] == after.parts["node tcp open"]
+    assert found["settled"]["peers"] == before.peers
+
+
+def test_an_orphan_is_what_runs_and_not_what_is_ending(tmp_path: Path) -> None:
+    for pid, status in (
+        (10, "Name:\tp2pd\nState:\tS (sleeping)\nVmSize:\t  100 kB\n"),
+        (11, "Name:\tp2pd\nState:\tZ (zombie)\n"),  # its parent has not asked yet how it ended
+        (12, "Name:\tp2pd\nState:\tR (running)\n"),  # its memory is gone: it ends right now
+        (13, "Name:\tVmSize:\nState:\tD (disk sleep)\nVmSize:\t  100 kB\n"),
+    ):
+        (tmp_path / str(pid)).mkdir()
+        (tmp_path / f"{pid}/status").write_text(status)
+    assert storm_checks.alive([10, 11, 12, 13, 14], tmp_path) == [10, 13]
+
+
+def test_a_real_process_is_alive_until_it_has_ended() -> None:
+    child = subprocess.Popen(["sleep", "60"])
+    assert storm_checks.alive([child.pid, os.getpid()]) == [child.pid, os.getpid()]
+    child.kill()
+    assert ends(child.pid, 10.0)
+    assert storm_checks.alive([child.pid]) == []  # a zombie: nobody has asked yet
+    child.wait()
+    assert storm_checks.alive([child.pid]) == []
+
+
 @pytest.mark.parametrize("hosts", [storm.HOSTS, storm.QUICK_HOSTS])
 def test_the_storms_topology_and_run(hosts: tuple[str, ...]) -> None:
     found = topology.parse(storm.topology(hosts).encode())
@@ -227,12 +272,8 @@ def test_the_storms_topology_and_run(hosts: tuple[str, ...]) -> None:
 
 
 @pytest.mark.long
-def test_five_minutes_of_storm() -> None:
+def test_five_minutes_of_storm(wan_rights: None) -> None:
     """Takes about seven minutes with the start."""
-    try:
-        namespaces.check_rights()
-    except namespaces.NoRights as error:
-        pytest.skip(f"{error.message}: {error.hint}")
     figures, rows = storm.run(quick=False)
     shown = "\n".join(map(str, [figures, *rows]))
     assert figures["faults"] >= 9, shown
@@ -242,3 +283,33 @@ def test_five_minutes_of_storm() -> None:
     assert figures["ce_last"] < figures["ce_first"], shown
     assert figures["memory_growth_percent"] < 25, shown
     assert figures["descriptor_growth"] < 30 and figures["thread_growth"] < 20, shown
+
+
+@pytest.mark.long
+def test_partition_after_partition_leaves_no_descriptors_or_threads(
+    tmp_path: Path, wan_rights: None
+) -> None:
+    """A partition leaves a second connection to a peer; the next ones leave no more. 3 minutes."""
+    seconds, every = 165.0, 45.0
+    rounds = int((seconds + 2 * START_S) / storm.PERIOD_S)
+    (tmp_path / "run.toml").write_bytes(emit(storm.storm_run(rounds)))
+    with Bed(storm.topology(storm.QUICK_HOSTS)) as bed:
+        swarm = SwarmOnBed(bed, tmp_path, tmp_path, lambda line: None)
+        swarm.start()
+        swarm.until_all_train()
+        weather = storm.Storm(swarm, lambda line: None)
+        schedule: list[tuple[float, Callable[[], None]]] = []
+        for number in range(3):
+            schedule.append((10 + number * every, lambda: weather.cut("bob", "cem")))
+            schedule.append((24 + number * every, weather.heal))
+        weather.weather(schedule, seconds)
+        assert not bed.stop_processes()
+    for name, samples in weather.samples.items():
+        first, last = (
+            [s for s in samples if from_s <= s.at_s < to_s]
+            for from_s, to_s in ((40.0, 10 + every), (40.0 + 2 * every, seconds))
+        )
+        assert first and last, name
+        for what in ("descriptors", "threads"):
+            before, after = (max(getattr(s, what) for s in part) for part in (first, last))
+            assert after <= before + 4, (name, what, before, after)

@@ -35,16 +35,8 @@ run_file = "run.toml"
 WAIT_S = 30.0
 
 
-@pytest.fixture(scope="module")
-def rights() -> None:
-    try:
-        namespaces.check_rights()
-    except namespaces.NoRights as error:
-        pytest.skip(f"{error.message}: {error.hint}")
-
-
 @pytest.fixture
-def make_bed(rights: None) -> Iterator[Callable[[str], Bed]]:
+def make_bed(wan_rights: None) -> Iterator[Callable[[str], Bed]]:
     beds: list[Bed] = []
 
     def make(text: str) -> Bed:
@@ -148,7 +140,7 @@ def test_a_host_behind_nat_reaches_others_and_is_not_reached(
     assert probe.throughput_mbit(bed, "b", "a", seconds=1)["mbit"] > 0.1
 
 
-def test_a_killed_owner_leaves_nothing(rights: None) -> None:
+def test_a_killed_owner_leaves_nothing(wan_rights: None) -> None:
     """kill -9 of who holds the bed: the forwarder ends its processes and namespaces."""
     code = (
         "import sys, time\n"
@@ -169,7 +161,7 @@ def test_a_killed_owner_leaves_nothing(rights: None) -> None:
 
 
 def test_the_next_bed_removes_what_a_crashed_forwarder_left(
-    rights: None, make_bed: Callable[[str], Bed]
+    wan_rights: None, make_bed: Callable[[str], Bed]
 ) -> None:
     """kill -9 of the forwarder too: the next start cleans up, and touches no living bed."""
     crashed = Bed(TWO)
@@ -203,7 +195,7 @@ def test_the_command_refuses_a_bad_file_and_skips_without_rights(tmp_path: Path)
 
 @pytest.mark.long
 def test_a_swarm_trains_on_the_bed_also_behind_nat_and_through_a_partition(
-    rights: None, tmp_path: Path
+    wan_rights: None, tmp_path: Path
 ) -> None:
     from live import tiny_run_file
 
