@@ -121,7 +121,8 @@ class BlockCopy(Follower):
         """Go on from a kept version."""
         if weights_digest(weights) == log.head.weights and log.head.round > self.round:
             self.log = log
-            self.consensus = Consensus(weights, self.settings.codec, self.settings.block)
+            codec, block = self.settings.codec, self.settings.block
+            self.consensus = Consensus(weights, codec, block, light=True)
 
     async def bring(self, to_round: int, records: Sequence[SignedRecord]) -> None:
         """Move to the version of `to_round`, and see that somebody has signed it."""

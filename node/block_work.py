@@ -207,7 +207,8 @@ class BlockWork:
         )
         if copy is not None and copy.round >= 0:
             self.say(f"block {self.block} has no host: going on from a copy of round {copy.round}")
-            self.replica.restore(Moment(copy.log, copy.consensus, {}))
+            consensus = await asyncio.to_thread(copy.consensus.whole, copy.log)
+            self.replica.restore(Moment(copy.log, consensus, {}))
             self.replica.reset_weights()
 
     async def _end(self, loops: Sequence[asyncio.Task[None]]) -> None:
@@ -311,7 +312,7 @@ class BlockWork:
     def _offer(self, round_: int) -> None:
         """Serve the consensus as it is now, that of a round."""
         if self.served is not None:
-            self.served.offer(self.block, round_, self.replica.consensus.weights)
+            self.served.offer(self.block, round_, self.replica.weights_at)
 
     async def _evaluate(self, number: int) -> None:
         """CE of the consensus, now and then of the running weights; after a step, if it is time."""

@@ -32,21 +32,17 @@ async def consensus_at(
     by_digest = {entry.digest: entry for entry in entries}
     plan = log.plan_move(entries, [by_digest[pin.entry] for pin in pins])
     other = consensus.copy()
-    if plan.snapshot is None and plan.fork is not None and consensus.before(plan.rollback) is None:
-        # A move from a snapshot left us without the steps back.
-        if not pins:
+    start = plan.snapshot or plan.fork or entries[0]
+    if plan.snapshot is not None or not await asyncio.to_thread(other.roll_back, plan.rollback):
+        if plan.snapshot is None and pins:  # a move from a snapshot left us without the steps back
+            start = by_digest[pins[-1].entry]
+        pin = next((pin for pin in pins if pin.entry == start.digest), None)
+        if pin is None:
             raise FetchError("no donor has a snapshot to start from", fetcher.liars)
-        start = by_digest[pins[-1].entry]
     else:
-        start = plan.snapshot or plan.fork or entries[0]
+        pin = None
     try:
-        if plan.snapshot is None and start is plan.fork:
-            for entry in plan.rollback:
-                other.roll_back(entry)
-        else:
-            pin = next((pin for pin in pins if pin.entry == start.digest), None)
-            if pin is None:
-                raise FetchError("no donor has a snapshot to start from", fetcher.liars)
+        if pin is not None:
             weights = await fetcher.snapshot(donors, pin, len(consensus.weights))
             other.restart(start, weights)
         data = {}

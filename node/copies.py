@@ -20,7 +20,8 @@ from node.trainer_process import followed_blocks
 from protocol.errors import WireError
 from protocol.messages import Purpose
 from swarm.coupling import upstream_versions
-from swarm.flat import Floats, flat_size, initial_flat
+from swarm.fixed_point import Quanta
+from swarm.flat import flat_size, initial_flat
 from swarm.log import ConsensusLog
 from swarm.runfile import RunFile
 from swarm.updates import UpdateCodec
@@ -30,7 +31,7 @@ _log = logging.getLogger(__name__)
 
 TRIES_PER_ROUND = 6  # what is not there yet is asked for again
 
-Renew = Callable[[dict[int, Floats]], Awaitable[None]]
+Renew = Callable[[dict[int, Quanta]], Awaitable[None]]
 
 
 class Copies:
@@ -91,8 +92,8 @@ class Copies:
         wanted = self.wanted(number)
         return tuple(max(0, wanted[b] - f.round) for b, f in self.followers.items())
 
-    def weights(self) -> dict[int, Floats]:
-        return {block: follower.weights() for block, follower in self.followers.items()}
+    def weights(self) -> dict[int, Quanta]:
+        return {block: follower.consensus.weights for block, follower in self.followers.items()}
 
     async def run(self) -> None:
         """Renew the copies round after round, until cancelled."""
@@ -120,14 +121,10 @@ class Copies:
         wanted = self.wanted(number)
         late = [block for block, f in self.followers.items() if f.round < wanted[block]]
         moved = await asyncio.gather(*(self._advance(block, wanted[block]) for block in late))
-        renewed = {
-            block: self.followers[block].weights()
-            for block, did in zip(late, moved, strict=True)
-            if did
-        }
-        if renewed:
+        followers = {b: self.followers[b] for b, did in zip(late, moved, strict=True) if did}
+        for block, follower in followers.items():
             with suppress(TrainerError):  # it gets them again when it is back
-                await self.renew(renewed)
+                await self.renew({block: follower.consensus.weights})
 
     async def _advance(self, block: int, to_round: int) -> bool:
         follower = self.followers[block]

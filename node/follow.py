@@ -51,7 +51,7 @@ class Follower:
         start = to_fixed(first_weights)
         first = genesis(settings.run_id.hex(), settings.block, weights_digest(start))
         self.log = ConsensusLog((first,), settings.snapshot_every)
-        self.consensus = Consensus(start, settings.codec, settings.block)
+        self.consensus = Consensus(start, settings.codec, settings.block, light=True)
         self.liars: set[str] = set()
         self._known: tuple[list[str], int] = ([], 0)  # donors, and how often to ask them still
 

@@ -31,7 +31,7 @@ from protocol.identity import peer_from_text
 from protocol.packing import pack, unpack
 from protocol.payloads import pack_log, unpack_log
 from swarm.log import ConsensusLog, Entry, check_chain
-from swarm.updates import UpdateCodec, from_shards, from_wire_entry, to_wire_entry, update_digest
+from swarm.updates import UpdateCodec, from_wire_entry, to_wire_entry, update_digest
 from swarm.votes import UpdateRef
 
 CURRENT = "state.json"
@@ -113,7 +113,9 @@ class StateFolder:
         start, snapshot = found
         weights_path = self.folder / f"snapshot-{start.digest.hex()}.safetensors"
         if not weights_path.exists():  # named by its content: the same one serves for many rounds
-            weights = from_shards([bytes(s) for s in snapshot.shards], len(consensus.weights))
+            weights = consensus.snapshot_weights(log, snapshot)
+            if weights is None:
+                raise StateError("no snapshot to save yet")
             write_atomically(weights_path, lambda half: save_file({"weights": weights}, half))
         entries = [to_wire_entry(entry) for entry in log.entries[-ENTRIES_SAVED:]]
         updates = [[digest, *held] for digest, held in consensus.updates.items()]

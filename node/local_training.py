@@ -48,13 +48,13 @@ class Finished:
 
 
 def held_out_batches(
-    corpus: Corpus, split: str, context: int, limit_bytes: int
+    corpus: Corpus, split: str, context: int, limit_bytes: int, batch: int = EVALUATION_BATCH
 ) -> list[torch.Tensor]:
     """Windows of a split in order, as int64 batches."""
     name = f"the {split} split of {corpus.name}"
     windows = evaluation_windows(getattr(corpus, split), context, limit_bytes, name)
-    starts = range(0, len(windows), EVALUATION_BATCH)
-    return [torch.from_numpy(windows[i : i + EVALUATION_BATCH].copy()).long() for i in starts]
+    starts = range(0, len(windows), batch)
+    return [torch.from_numpy(windows[i : i + batch].copy()).long() for i in starts]
 
 
 def check_leak(run: Run, corpus: Corpus) -> float:

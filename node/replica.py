@@ -19,34 +19,25 @@ from typing import Protocol
 
 import numpy as np
 
+from node.aggregation import Aggregation
 from node.catch_up import consensus_at
 from node.consensus import Consensus
 from node.exchange import Exchange, Held, ReplicaSettings
 from node.fetch import FetchError, LogFetcher, Peers, Quanta
 from node.own_updates import OwnUpdate
-from node.room import Room
 from node.running_weights import Moment, Parts, RunningWeights, Weights
 from protocol.identity import Identity, peer_text
 from protocol.messages import Purpose
 from protocol.payloads import SignedVote, seal_vote
 from swarm import actions as act
-from swarm.aggregate import aggregate, clip_scale, norm_limit
+from swarm.aggregate import clip_scale, norm_limit
 from swarm.feedback import Unsent, only_ours
-from swarm.fixed_point import (
-    SCALE_ONE,
-    FixedUpdate,
-    apply_step,
-    norm,
-    step_digest,
-    to_fixed,
-    weights_digest,
-)
+from swarm.fixed_point import SCALE_ONE, FixedUpdate, norm, to_fixed, weights_digest
 from swarm.flat import Floats
 from swarm.groups import MAX_GROUP
-from swarm.log import ConsensusLog, Contribution, Entry, MoveMode, genesis
+from swarm.log import ConsensusLog, Entry, MoveMode, genesis
 from swarm.round import next_wakeup_s, step
 from swarm.round_state import Phase, RoundState
-from swarm.trend import Trend
 from swarm.updates import to_wire_vote, update_digest
 from swarm.votes import UpdateRef, Vote
 
@@ -86,16 +77,6 @@ class Listener(Protocol):
 
 
 @dataclass(frozen=True)
-class _Computed:
-    """A step that waits for the round to apply it."""
-
-    entry: Entry
-    new: Quanta
-    step: FixedUpdate
-    payloads: list[bytes]
-
-
-@dataclass(frozen=True)
 class _Prepared:
     """A move that is fetched and proven, from the head `have`."""
 
@@ -132,9 +113,7 @@ class Replica:
         self.running = RunningWeights(trainer, listener.weights_lost)
         self.exchange = Exchange(settings, identity, peers, run_time_s, self.hear)
         self.muted = False  # over its budget: it hears and trains, and moves no bulk
-        self._computed: dict[bytes, _Computed] = {}
-        self._trend, self._trend_lock = Trend(), asyncio.Lock()
-        self._room = Room()
+        self._aggregation = Aggregation()
         self._decided = asyncio.Event()  # the exchange of this round has led to a step
         self._prepared: _Prepared | None = None
         self._heard: dict[str, int] = {}  # the others of this block -> last heard in this round
@@ -241,8 +220,7 @@ class Replica:
         self.exchange.forget_before(number - 1)
         self.running.own.prune(self.state.log, self.state.in_flight)
         self._heard = {p: seen for p, seen in self._heard.items() if seen >= number - 3}
-        head = self.state.log.head.digest
-        self._computed = {d: c for d, c in self._computed.items() if c.entry.parent == head}
+        self._aggregation.forget(self.state.log.head.digest)
         self.listener.round_began(number)
 
     # Actions.
@@ -351,6 +329,19 @@ class Replica:
             payload, update = codec.encode(shorter, block, number, me)
         return payload, update
 
+    def weights_at(self, number: int) -> Quanta | None:
+        """The consensus of a round, as long as it can be had. From any thread: log and consensus
+        may change meanwhile, hence the proof."""
+        log, consensus = self.state.log, self.consensus.copy()
+        entry = next((e for e in reversed(log.entries) if e.round == number), None)
+        if entry is None:
+            return None
+        if entry is log.head and weights_digest(consensus.weights) == entry.weights:
+            return consensus.weights
+        back = consensus.before([e for e in reversed(log.entries) if e.round > number])
+        found = None if back is None else back.astype(np.int32)
+        return found if found is not None and weights_digest(found) == entry.weights else None
+
     async def at_rest(self, work: Callable[[Moment], Awaitable[None]]) -> None:
         """See `RunningWeights.at_rest`."""
         await self.running.at_rest(self.state.log, self.consensus, work)
@@ -374,59 +365,20 @@ class Replica:
         if log.head.digest != action.base or any(h is None for h in held):
             return
         found = {h.ref.digest: h for h in held if h is not None}
-        updates = [found[ref.digest].update for ref in action.refs]
-        weights, steps = consensus.weights, consensus.recent_steps(log)
-        trend, room = self._trend, self._room.take(len(weights))
-
-        def compute() -> _Computed:
-            trend.follow(steps)
-            result = aggregate(
-                updates,
-                recent_norms=log.recent_norms(),
-                trend=trend,
-                past_scores=[log.past_scores(ref.sender) for ref in action.refs],
-            )
-            scores = result.scores or (0,) * len(updates)
-            parts = [
-                Contribution(ref.digest, ref.sender, scale, score)
-                for ref, scale, score in zip(action.refs, result.scales, scores, strict=True)
-            ]
-            parts.sort(key=lambda c: c.digest)
-            new, made = apply_step(weights, result.delta, room)
-            entry = Entry(
-                action.round,
-                action.base,
-                weights_digest(new),
-                step_digest(made),
-                result.median_norm,
-                tuple(parts),
-            )
-            return _Computed(
-                entry, new, made, [found[c.digest].payload for c in parts if c.scale > 0]
-            )
-
-        async with self._trend_lock:
-            computed = await asyncio.to_thread(compute)
-        self._computed[computed.entry.digest] = computed
-        self.hear(act.StepReady(computed.entry))
+        entry = await self._aggregation.compute(action, found, log, consensus)
+        self.hear(act.StepReady(entry))
 
     def _apply(self, entry: Entry) -> FixedUpdate:
-        computed = self._computed.pop(entry.digest)
-        self._room.keep(self.consensus.weights)
-        self.consensus.advance(entry, computed.new, computed.step, computed.payloads)
-        self.consensus.prune(self.state.log)
+        made = self._aggregation.apply(entry, self.state.log, self.consensus)
         self.listener.stepped(entry)
         self._decided.set()
-        self._spawn(self._prepare_trend())
-        return computed.step
+        self._spawn(self._prepare())
+        return made
 
-    async def _prepare_trend(self) -> None:
-        """What the next round needs of the past, when this one is over for the others as well. If
-        that round comes sooner it does so by itself."""
+    async def _prepare(self) -> None:
+        """For the next round, when this one is over for the others as well."""
         await asyncio.sleep(PREPARE_S)
-        log, consensus = self.state.log, self.consensus
-        async with self._trend_lock:
-            await asyncio.to_thread(self._trend.follow, consensus.recent_steps(log))
+        await self._aggregation.prepare(self.state.log, self.consensus)
 
     async def _fetch(self, action: act.FetchConsensus) -> None:
         """Get the chain to another head and all that the move needs, prove it, then say so."""

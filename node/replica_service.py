@@ -9,19 +9,20 @@ hosts, their copies are what is left of it.
 
 from __future__ import annotations
 
+import asyncio
 from collections.abc import Callable
 
-from node.consensus import Consensus
+from node.consensus import Consensus, Shards, Snapshot
 from node.replica import Replica
 from node.service import Reply, Service
 from protocol import messages
 from protocol.frames import Refused
-from protocol.limits import LOG_ENTRIES_PER_REPLY, VOTES_PER_REPLY
+from protocol.limits import LOG_ENTRIES_PER_REPLY, SHARD_BYTES, VOTES_PER_REPLY
 from protocol.messages import ErrorCode
 from protocol.payloads import pack_log, pack_records, pack_updates, pack_votes, record_of
 from protocol.records import SignedRecord
 from swarm.log import ConsensusLog
-from swarm.updates import to_wire_entry
+from swarm.updates import shards_of, to_wire_entry
 
 OnRecord = Callable[[SignedRecord], None]
 Records = Callable[[], list[SignedRecord]]
@@ -62,6 +63,7 @@ class _Answers:
     ) -> None:
         self.replica, self.on_record, self.records, self.clock = replica, on_record, records, clock
         self.copies = copies
+        self._making = asyncio.Lock()
 
     def _check(self, run: bytes, block: int) -> None:
         settings = self.replica.settings
@@ -133,16 +135,27 @@ class _Answers:
         snapshot = consensus.snapshot_named(request.digest)
         if snapshot is None:
             raise _not_here("snapshot")
-        size = sum(map(len, snapshot.shards))
-        reply = messages.IndexReply(size_bytes=size, shards=len(snapshot.shards))
+        size = consensus.weights.nbytes
+        reply = messages.IndexReply(size_bytes=size, shards=-(-size // SHARD_BYTES))
         return Reply(reply, snapshot.index)
 
     async def shard(self, request: messages.ShardRequest, _: bytes) -> Reply:
-        consensus = self._held(request.run, request.block)[1]
+        log, consensus = self._held(request.run, request.block)
         snapshot = consensus.snapshot_named(request.digest)
-        if snapshot is None or request.shard >= len(snapshot.shards):
+        if snapshot is None:
             raise _not_here("shard")
-        return Reply(messages.ShardReply(shard=request.shard), snapshot.shards[request.shard])
+        shards = snapshot.shards or await self._made_again(log, consensus, snapshot)
+        if request.shard >= len(shards):
+            raise _not_here("shard")
+        return Reply(messages.ShardReply(shard=request.shard), shards[request.shard])
+
+    async def _made_again(
+        self, log: ConsensusLog, consensus: Consensus, snapshot: Snapshot
+    ) -> Shards:
+        """One at a time, and once for all who ask: it is work of seconds."""
+        async with self._making:
+            weights = await asyncio.to_thread(consensus.snapshot_weights, log, snapshot)
+            return () if weights is None else tuple(shards_of(weights))
 
 
 def _not_here(what: str) -> Refused:

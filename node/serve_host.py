@@ -179,8 +179,13 @@ def built_module(
 ) -> tuple[bytes, Block]:
     """A module with these weights, and their digest. May run in a thread: it draws nothing."""
     module = copy.deepcopy(template)
+    return loaded_digest(module, flat), module.to(device)
+
+
+def loaded_digest(module: Block, flat: Floats) -> bytes:
+    """Set a module's weights; their digest."""
     load_flat(module, flat)
-    return bytes.fromhex(weights_digest(module.state_dict())), module.to(device)
+    return bytes.fromhex(weights_digest(module.state_dict()))
 
 
 def serve_weights(server: BlockServer, block: int, version: int, flat: Floats) -> None:

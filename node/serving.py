@@ -10,6 +10,7 @@ from __future__ import annotations
 import contextlib
 import time
 from collections import OrderedDict
+from collections.abc import Callable
 from dataclasses import dataclass
 
 from node.network import Network
@@ -40,16 +41,20 @@ from swarm.noise import target_table
 from swarm.run import Run
 
 VERSIONS_KEPT = 2  # of each block: a request that pinned the one before still finds it
+BUILT_KEPT = 2  # of those versions that are built when they are asked for
 WAITING_MAX = 32  # sweeps in the queue
 HELD_MAX_BYTES = 256 << 20  # payloads of all sweeps that are here
 
 
+Build = Callable[[], Block | None]  # in a thread; None if the version is gone for good
+
+
 @dataclass(frozen=True)
 class Served:
-    """One version of one block, ready to compute."""
+    """One version of one block: the module, or how to build it when somebody asks for it."""
 
     version: Version
-    module: Block
+    module: Block | Build
 
 
 class BlockServer:
@@ -80,6 +85,7 @@ class BlockServer:
             self.joint = JointDenoising(run, target_table(run.seed, run.model.width))
         self.muted = False  # takes nothing new; what is here goes on
         self._served: OrderedDict[bytes, Served] = OrderedDict()
+        self._built: OrderedDict[bytes, Block] = OrderedDict()  # of the thread that computes
         self.queue = SweepQueue(
             self.carrier, self.sessions, self.parts, self.joint, self._module_of
         )
@@ -96,7 +102,7 @@ class BlockServer:
     async def stop(self) -> None:
         await self.queue.stop()
 
-    def offer(self, block: int, round_: int, digest: bytes, module: Block) -> None:
+    def offer(self, block: int, round_: int, digest: bytes, module: Block | Build) -> None:
         """Serve this version from now on; of each block the newest few are kept."""
         self._served.pop(digest, None)
         self._served[digest] = Served(Version(block, round_, digest), module)
@@ -114,8 +120,20 @@ class BlockServer:
         return tuple(sorted({served.version.block for served in self._served.values()}))
 
     def _module_of(self, digest: bytes) -> Block | None:
+        """In the thread that computes, and in no other."""
+        for gone in [d for d in self._built if d not in self._served]:
+            del self._built[gone]
         served = self._served.get(digest)
-        return None if served is None else served.module
+        if served is None:
+            return None
+        if isinstance(served.module, Block):
+            return served.module
+        module = self._built.pop(digest, None) or served.module()
+        if module is not None:
+            self._built[digest] = module
+            if len(self._built) > BUILT_KEPT:
+                self._built.popitem(last=False)
+        return module
 
     # --- what is answered -----------------------------------------------------------------------
 

@@ -85,7 +85,10 @@ class Job:
 
 
 class SweepQueue:
-    """One host's sweeps. `module_of` a version's digest: the block, or None if it is not here."""
+    """One host's sweeps. `module_of` a version's digest: the block, or None if it is not here.
+
+    It is called in the thread that computes: a version may have to be built first.
+    """
 
     def __init__(
         self,
@@ -150,7 +153,7 @@ class SweepQueue:
     async def _compute(self, jobs: list[Job]) -> None:
         """Through the block, all at once; then each on its way."""
         began_s, first = time.monotonic(), jobs[0].sweep
-        module = self.module_of(jobs[0].hop.digest)
+        module = await self._in_thread(self.module_of, jobs[0].hop.digest)
         if module is None:
             return self._fail(jobs, Trouble.NO_SESSION)  # a newer version has replaced it
         jobs, sessions = self._with_sessions(jobs, module)

@@ -8,7 +8,7 @@ from __future__ import annotations
 
 import asyncio
 import os
-from collections.abc import AsyncIterator, Callable, Sequence
+from collections.abc import AsyncIterator, Callable, Mapping, Sequence
 from contextlib import asynccontextmanager, suppress
 from dataclasses import asdict
 from multiprocessing.connection import Connection
@@ -18,6 +18,7 @@ from typing import Any
 from weakref import finalize
 
 import msgpack
+import numpy as np
 
 from node import spare_process
 from node.trainer_process import (
@@ -29,6 +30,7 @@ from node.trainer_process import (
     shared_weights,
 )
 from protocol.errors import BlockswarmError
+from swarm.fixed_point import Quanta, to_float
 from swarm.flat import Change, Floats, flat_size
 from swarm.run import Run
 from swarm.worker import initial_block
@@ -70,7 +72,8 @@ class Trainer:
         self._waiting: dict[int, asyncio.Future[dict[str, Any]]] = {}
         self._ready: asyncio.Future[dict[str, Any]] | None = None
         self._next_id = 0
-        self._shared_lock = asyncio.Lock()  # `out` and `scratch` serve one order at a time
+        self._shared_lock = asyncio.Lock()  # `shared.own` serves one order at a time
+        self._copies_lock = asyncio.Lock()
 
     @property
     def pid(self) -> int | None:
@@ -117,12 +120,13 @@ class Trainer:
     async def begin_round(self, step: int, steps: int) -> None:
         await self._order({"op": "round", "step": step, "steps": steps})
 
-    async def renew_copies(self, copies: dict[int, Floats]) -> None:
+    async def renew_copies(self, copies: Mapping[int, Quanta]) -> None:
         """Give it newer versions of the blocks that it reads."""
-        for block, flat in copies.items():
-            self.shared.copies[block][:] = flat
-        if copies:
-            await self._order({"op": "copies", "blocks": sorted(copies)})
+        async with self._copies_lock:
+            for block, consensus in copies.items():
+                await asyncio.to_thread(to_float, consensus, self.shared.copies[block])
+            if copies:
+                await self._order({"op": "copies", "blocks": sorted(copies)})
 
     async def snapshot(self) -> Floats:
         """The running weights, between two steps."""
@@ -134,24 +138,24 @@ class Trainer:
         """The same, not copied: valid until the context ends, and other orders wait for that."""
         async with self._shared_lock:
             await self._order({"op": "snapshot"})
-            yield self.shared.out
+            yield self.shared.own
 
     async def correct(self, changes: Sequence[Change]) -> None:
         """Add these to the running weights, all of them between the same two steps."""
         async with self._shared_lock:
-            counts = lay_out(changes, self.shared.scratch)
+            counts = await asyncio.to_thread(lay_out, changes, self.shared.own)
             await self._order({"op": "correct", "counts": counts})
 
     async def replace(self, flat: Floats) -> None:
         """Set the running weights."""
         async with self._shared_lock:
-            self.shared.scratch[:] = flat
+            await asyncio.to_thread(np.copyto, self.shared.own, flat)
             await self._order({"op": "replace"})
 
     async def evaluate(self, flat: Floats) -> float:
         """Honest CE of the block with these weights on the host's held-out bytes."""
         async with self._shared_lock:
-            self.shared.scratch[:] = flat
+            await asyncio.to_thread(np.copyto, self.shared.own, flat)
             answer = await self._order({"op": "evaluate"})
         return float(answer["ce_nats"])
 

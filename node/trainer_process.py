@@ -60,25 +60,28 @@ class TrainerSettings:
 
 @dataclass(frozen=True)
 class SharedWeights:
-    """Vectors that both processes see. `copies` are the other blocks that this one reads."""
+    """Vectors that both processes see. `copies` are the other blocks that this one reads.
 
-    out: Floats  # the running weights, as of the last snapshot
-    scratch: Floats  # a correction to add, or weights to evaluate
+    `own` carries what an order is about, and orders come one at a time: the running weights as of a
+    snapshot, a correction to add, weights to set or to evaluate.
+    """
+
+    own: Floats
     copies: dict[int, Floats]
 
 
 def shared_bytes(own_size: int, copy_sizes: dict[int, int]) -> int:
-    return 4 * (2 * own_size + sum(copy_sizes.values()))
+    return 4 * (own_size + sum(copy_sizes.values()))
 
 
 def shared_weights(memory: Any, own_size: int, copy_sizes: dict[int, int]) -> SharedWeights:
     """The same vectors at the same places of one memory, on both sides."""
     flat, at = np.frombuffer(memory, dtype=np.float32), 0
     parts = []
-    for size in (own_size, own_size, *copy_sizes.values()):
+    for size in (own_size, *copy_sizes.values()):
         parts.append(flat[at : at + size])
         at += size
-    return SharedWeights(parts[0], parts[1], dict(zip(copy_sizes, parts[2:], strict=True)))
+    return SharedWeights(parts[0], dict(zip(copy_sizes, parts[1:], strict=True)))
 
 
 def lay_out(changes: Sequence[Change], scratch: Floats) -> list[int]:
@@ -163,7 +166,10 @@ class _Trainer:
             run.training.batch,
             stream_seed("windows", run.seed, settings.stream, settings.block),
         )
-        self.held_out = held_out_batches(corpus, "valid", run.model.context, HELD_OUT_BYTES)
+        # No more windows at once than a step has: an evaluation must not be a host's peak.
+        self.held_out = held_out_batches(
+            corpus, "valid", run.model.context, HELD_OUT_BYTES, run.training.batch
+        )
         self.position = 0  # of our own stream of windows
         self.steps = 0  # of this process; a resumed one did the others before
         self.budget = 0  # steps left in this round
@@ -214,17 +220,17 @@ class _Trainer:
                     self.copies[block].follow_flat(torch.from_numpy(self.shared.copies[block]))
                 return {}
             case "snapshot":
-                flat_weights(self.worker.block, self.shared.out)
+                flat_weights(self.worker.block, self.shared.own)
                 return self._progress()
             case "correct":
-                for change in laid_out(self.shared.scratch, order["counts"]):
+                for change in laid_out(self.shared.own, order["counts"]):
                     add_flat_at(self.worker.block, change)
                 return {}
             case "replace":
-                load_flat(self.worker.block, self.shared.scratch.copy())
+                load_flat(self.worker.block, self.shared.own)
                 return {}
             case "evaluate":
-                return {"ce_nats": self._evaluate(self.shared.scratch.copy())}
+                return {"ce_nats": self._evaluate(self.shared.own)}
             case "pause":
                 self.paused = bool(order["paused"])
                 return {}

@@ -85,7 +85,7 @@ def peer_from_text(text: str) -> bytes:
     return peer_id
 
 
-@lru_cache(1024)  # everybody hands on everybody's records: a signature is checked once, not n times
+@lru_cache(512)  # everybody hands on everybody's records: a signature is checked once, not n times
 def verify(peer_id: bytes, signature: bytes, message: bytes) -> bool:
     """Whether the owner of `peer_id` signed `message`. Raises `Malformed` for a foreign id."""
     try:

@@ -275,7 +275,7 @@ def parse_claim(
     return SignedRecord(bytes(key), bytes(subkey), bytes(value), expiration_s, peer_id, record)
 
 
-@lru_cache(1024)  # the same record comes from every peer that knows it
+@lru_cache(256)  # the same record comes from every peer that knows it; the next round's is new
 def _read(body: bytes, peer_id: bytes) -> tuple[Record, bytes]:
     """What the body says, and the key that a record of this peer belongs under."""
     fields = unpack_map(body, RECORD_MAX_BYTES)

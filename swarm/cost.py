@@ -21,8 +21,11 @@ if TYPE_CHECKING:
 # the pages of the libraries that they share (150 MiB), p2pd (64 MiB).
 RUNTIME_BYTES = 750 << 20
 WORKER_BYTES_PER_WEIGHT = 20  # fp32 weights, gradients, two moments of Adam, int32 consensus
-EXCHANGE_BYTES_PER_WEIGHT = 32  # int64 and float64 vectors while an update is made or aggregated
-COPY_BYTES_PER_WEIGHT = 8  # a followed block: its int32 consensus and the fp32 copy that is read
+# An fp32 vector shared with the node, two snapshots, the trend, room for the next consensus; and
+# the newest steps, whose size depends on how many weights the updates have.
+EXCHANGE_BYTES_PER_WEIGHT = 32
+# A followed block: its int32 consensus, the fp32 version that its copy moves to, and the copy.
+COPY_BYTES_PER_WEIGHT = 12
 LAYER_FLOATS_PER_WIDTH = 18  # kept for the backward pass, per byte of context
 HEAD_FLOATS = 2 * VOCABULARY  # the loss of a slice at a time: its logits and their softmax
 SAVED_BYTES_PER_WEIGHT = 2 * 16 + 2 * 4  # a checkpoint and the one that replaces it, two snapshots

@@ -25,6 +25,7 @@ from protocol.errors import WireError
 
 Ints = npt.NDArray[np.int64]
 Quanta = npt.NDArray[np.int32]
+Floats = npt.NDArray[np.float32]
 
 QUANTUM_BITS = 24
 VALUE_LIMIT = 2**31  # |value| of an update, in quanta: what int32 holds
@@ -375,15 +376,26 @@ def apply_step(
     return new, delta if whole else compact(new.astype(np.int64) - consensus)
 
 
-def to_float(consensus: Quanta) -> npt.NDArray[np.float32]:
-    """The fp32 weights of a consensus: one correctly rounded division by a power of two."""
-    return (consensus.astype(np.float64) * 2.0**-QUANTUM_BITS).astype(np.float32)
+def to_float(consensus: Quanta, out: Floats | None = None) -> Floats:
+    """The fp32 weights of a consensus (in `out` if there is one): one correctly rounded division by
+    a power of two."""
+    made: Floats = np.empty(consensus.shape, dtype=np.float32) if out is None else out
+    for start in range(0, len(consensus), SEGMENT):  # in the cache
+        part = consensus[start : start + SEGMENT].astype(np.float64)
+        part *= 2.0**-QUANTUM_BITS
+        made[start : start + SEGMENT] = part
+    return made
 
 
-def to_fixed(weights: npt.NDArray[np.float32]) -> Quanta:
+def to_fixed(weights: Floats) -> Quanta:
     """The nearest consensus to fp32 weights (used once, for a run's first weights)."""
-    quanta = np.rint(weights.astype(np.float64) * 2.0**QUANTUM_BITS)
-    return np.clip(quanta, -(VALUE_LIMIT - 1), VALUE_LIMIT - 1).astype(np.int32)
+    out = np.empty(weights.shape, dtype=np.int32)
+    for start in range(0, len(weights), SEGMENT):
+        part = weights[start : start + SEGMENT].astype(np.float64)
+        part *= 2.0**QUANTUM_BITS
+        np.rint(part, out=part)
+        out[start : start + SEGMENT] = np.clip(part, -(VALUE_LIMIT - 1), VALUE_LIMIT - 1)
+    return out
 
 
 def weights_digest(consensus: Quanta) -> bytes:

@@ -31,7 +31,10 @@ def rms_norm(x: Tensor, weight: Tensor) -> Tensor:
 
 
 def relu_squared(x: Tensor) -> Tensor:
-    """max(x, 0)^2."""
+    """max(x, 0)^2. Where no gradient is kept it takes the memory of `x`."""
+    if not torch.is_grad_enabled():
+        x.relu_()
+        return x.mul_(x)
     apply: Any = _ReluSquared.apply
     out: Tensor = apply(x)
     return out

@@ -35,7 +35,7 @@ def group_count(members: int) -> int:
     return count
 
 
-@lru_cache(maxsize=1 << 16)
+@lru_cache(maxsize=1 << 12)  # of this round and the last, with hundreds of replicas
 def _rank(purpose: str, number: int, peer: str) -> int:
     text = f"{purpose}/{number}/{peer}".encode()
     return int.from_bytes(hashlib.blake2b(text, digest_size=8).digest(), "big")

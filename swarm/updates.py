@@ -177,6 +177,29 @@ def replay(
     The same bits as `aggregate` and `apply_step` gave on the replicas: what they judged (clips, who
     was left out) stands in the entry as scales, the rest is integer arithmetic. LogError otherwise.
     """
+    new, step = apply_step(consensus, _mean_of(entry, payloads, codec, block))
+    if step_digest(step) != entry.step:
+        raise LogError(f"the updates of round {entry.round} do not give its step")
+    if weights_digest(new) != entry.weights:
+        raise LogError(f"the step of round {entry.round} does not give its consensus")
+    return new, step
+
+
+def replayed_step(
+    entry: Entry, payloads: Sequence[bytes], codec: UpdateCodec, block: int
+) -> FixedUpdate | None:
+    """The step of an entry from its updates alone; None if that does not give it.
+
+    It does, but for a weight that was stopped at the edge of its range.
+    """
+    step = _mean_of(entry, payloads, codec, block)
+    return step if step_digest(step) == entry.step else None
+
+
+def _mean_of(
+    entry: Entry, payloads: Sequence[bytes], codec: UpdateCodec, block: int
+) -> FixedUpdate:
+    """What an entry's updates come to. LogError if they are not its updates."""
     included = [c for c in entry.contributions if c.scale > 0]
     if [update_digest(payload) for payload in payloads] != [c.digest for c in included]:
         raise LogError(f"not the updates that went into round {entry.round}")
@@ -190,12 +213,7 @@ def replay(
             parts.append((scaled(update, part.scale), 1))
     except WireError as error:
         raise LogError(f"round {entry.round} includes no valid update: {error}") from error
-    new, step = apply_step(consensus, mean_step(summed(parts), max(len(included), 1)))
-    if step_digest(step) != entry.step:
-        raise LogError(f"the updates of round {entry.round} do not give its step")
-    if weights_digest(new) != entry.weights:
-        raise LogError(f"the step of round {entry.round} does not give its consensus")
-    return new, step
+    return mean_step(summed(parts), max(len(included), 1))
 
 
 def to_wire_entry(entry: Entry) -> LogEntry:
@@ -277,11 +295,15 @@ def _sender_text(sender: bytes, stage: int) -> str:
 # --- snapshots
 
 
-def snapshot_shards(consensus: Quanta) -> tuple[bytes, list[memoryview]]:
-    """A consensus as a snapshot: its index, and its shards as views on the array (no copy)."""
+def snapshot_index(consensus: Quanta) -> bytes:
+    """The index of a consensus as a snapshot: the names of its shards."""
+    return pack_index([content_digest(shard) for shard in shards_of(consensus)])
+
+
+def shards_of(consensus: Quanta) -> list[memoryview]:
+    """The shards of a snapshot, as views on the array (no copy)."""
     whole = np.ascontiguousarray(consensus, dtype="<i4").data.cast("B")
-    shards = [whole[at : at + SHARD_BYTES] for at in range(0, len(whole), SHARD_BYTES)]
-    return pack_index([content_digest(shard) for shard in shards]), shards
+    return [whole[at : at + SHARD_BYTES] for at in range(0, len(whole), SHARD_BYTES)]
 
 
 def from_shards(shards: Sequence[bytes], size: int) -> Quanta:

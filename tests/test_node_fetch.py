@@ -81,6 +81,7 @@ def test_without_the_steps_back_a_snapshot_serves(chain: Chain) -> None:
     chain.grow(6)
     mine = chain.fork(1).grow(2)
     mine.consensus.steps.clear()
+    mine.consensus.updates.clear()
     chain.grow(2)
     donors = Donors(a=chain)
     result = run(catch_up(donors, ["a"], mine, chain.log.head.digest))

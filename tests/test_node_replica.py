@@ -3,6 +3,9 @@
 from __future__ import annotations
 
 import asyncio
+import gc
+from collections import Counter
+from dataclasses import replace
 from pathlib import Path
 
 import numpy as np
@@ -37,6 +40,23 @@ def test_three_learn_the_same_and_a_latecomer_catches_up_from_a_snapshot(tmp_pat
         assert len(first[0].replica.exchange._held) <= 3 * 4
         assert len(first[0].replica.consensus.steps) <= 8
         assert len(first[0].replica.running.own._made) <= 17
+
+    run(work, tmp_path)
+
+
+def test_older_versions_can_be_had_as_long_as_the_log_reaches(tmp_path: Path) -> None:
+    async def work(swarm: Swarm) -> None:
+        a, b = swarm.add("a").start(), swarm.add("b").start()
+        seen: dict[int, Floats] = {}
+        while len(seen) < 12:
+            number = a.head.round
+            await swarm.until(lambda number=number: a.head.round > number and same_head([a, b]))
+            seen[a.head.round] = to_float(a.replica.consensus.weights)
+        for number, weights in list(seen.items())[-4:]:
+            found = a.replica.weights_at(number)
+            assert found is not None and np.array_equal(to_float(found), weights)
+        assert a.replica.weights_at(max(seen) + 5) is None
+        assert a.replica.weights_at(min(seen)) is None  # its steps are gone
 
     run(work, tmp_path)
 
@@ -234,5 +254,46 @@ def test_over_its_budget_it_sends_who_catches_up_to_another_donor(tmp_path: Path
         late = swarm.add("late").start()
         await swarm.until(lambda: late.moves and same_head([b, c, late]))
         assert a.replica.me not in late.exclusions  # it told no lie
+
+    run(work, tmp_path)
+
+
+def test_nothing_grows_from_round_to_round(tmp_path: Path) -> None:
+    """After its first rounds a replica has as many objects of ours as it will ever have. The log,
+    which keeps 1024 entries, is cut to 16 here so that it has its full length."""
+
+    async def work(swarm: Swarm) -> None:
+        members = [swarm.add(name).start() for name in "abc"]
+
+        async def look() -> Counter[str]:
+            number = members[0].head.round
+            await swarm.until(
+                lambda: members[0].head.round >= number + 16 and same_head(members), 60.0
+            )
+            for member in members:
+                member.reports.clear()
+                member.entries.clear()
+                member.tasks[2:] = []
+            gc.collect()
+            found = Counter(type(thing) for thing in gc.get_objects())
+            ours = Counter({"tasks": len(asyncio.all_tasks())})
+            for kind, count in found.items():
+                if str(kind.__module__).split(".")[0] in ("node", "swarm", "protocol"):
+                    ours[f"{kind.__module__}.{kind.__qualname__}"] = count
+            return ours
+
+        await swarm.until(lambda: members[0].head.round >= 4)
+        for member in members:
+            state = member.replica.state
+            member.replica.state = replace(state, log=replace(state.log, keep_entries=16))
+        await look()
+        await look()
+        early = await look()
+        for _ in range(3):
+            late = await look()
+        grown = {kind: late[kind] - early[kind] for kind in late if late[kind] > early[kind]}
+        # Where in its round each one is looked at differs by some objects, not by some a round.
+        assert all(more <= 16 for more in grown.values()), grown
+        assert late["swarm.log.Entry"] <= 3 * (16 + 8)
 
     run(work, tmp_path)

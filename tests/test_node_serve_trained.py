@@ -16,12 +16,12 @@ from node.host import Host
 from node.host_settings import HostSettings
 from node.network import NetworkSettings
 from node.serve_host import versions_kept
-from node.serve_trained import TrainedServer, trained_server
+from node.serve_trained import TrainedServer, WeightsOf, trained_server
 from node.sweep_client import NobodyServes, SweepClient
 from node.sweep_output import Order, Output
 from protocol.records import Record, Role
 from swarm.composition import ComposedModel
-from swarm.fixed_point import to_fixed, to_float
+from swarm.fixed_point import Quanta, to_fixed, to_float
 from swarm.flat import flat_weights, initial_flat, load_flat
 from swarm.generate import Sampling, generate
 from swarm.runfile import run_id, with_start
@@ -54,11 +54,13 @@ def test_a_consensus_is_served_until_the_budget_is_spent(
                 for number in range(4):
                     module = model.blocks[0]
                     assert module is not None
-                    trained.offer(0, number - 1, to_fixed(flat_weights(module)) + 3 - number)
+                    trained.offer(0, number - 1, given(to_fixed(flat_weights(module)) + 3 - number))
                     await until(partial(serves, trained, number))
                 assert rounds_of(trained) == [2, 3]  # it keeps two
                 expected = bytes(generate(model.without(1), b"abc", 9, GREEDY))
+                assert trained.server._built == {}  # nobody has asked for any of them
                 assert await written(client, 9) == expected
+                assert len(trained.server._built) == 1
                 trained.mute(True)
                 client.look_again()
                 with pytest.raises(NobodyServes):
@@ -68,13 +70,17 @@ def test_a_consensus_is_served_until_the_budget_is_spent(
                 assert await written(client, 9) == expected
                 other = model.blocks[1]
                 assert other is not None
-                trained.offer(1, 5, to_fixed(flat_weights(other)))  # the host has moved
+                trained.offer(1, 5, given(to_fixed(flat_weights(other))))  # the host has moved
                 await until(lambda: trained.server.blocks == (1,))
             finally:
                 await client.close()
                 await trained.stop()
 
     run(main())
+
+
+def given(weights: Quanta) -> WeightsOf:
+    return lambda number: weights
 
 
 def serves(trained: TrainedServer, number: int) -> bool:
@@ -96,10 +102,44 @@ def test_versions_come_faster_than_they_are_built(tmp_path: Path, tiny_run: Make
             try:
                 weights = to_fixed(initial_flat(spec, 0))
                 for number in range(20):
-                    trained.offer(0, number, weights + number)
+                    trained.offer(0, number, given(weights + number))
                 await until(lambda: 20 in rounds_of(trained))
                 kept = versions_kept(spec)
                 assert rounds_of(trained) == list(range(21 - kept, 21))
+            finally:
+                await trained.stop()
+
+    run(main())
+
+
+def test_a_version_that_is_gone_is_not_served_as_another(tmp_path: Path, tiny_run: MakeRun) -> None:
+    """The weights of a round that can be had no more, or that are not what they were then."""
+    spec = tiny_run(blocks=2, coupling="independent")
+    weights = to_fixed(initial_flat(spec, 0))
+    held: dict[int, Quanta] = {0: weights, 1: weights + 1}
+
+    async def main() -> None:
+        async with node(tmp_path, "a") as a:
+            trained = TrainedServer(a, a.settings.run_id, spec, threads=None)
+            trained.start()
+            try:
+                trained.offer(0, 0, held.get)
+                await until(partial(serves, trained, 1))
+                trained.offer(0, 7, held.get)  # gone before it has a name
+                trained.offer(0, 1, held.get)
+                await until(partial(serves, trained, 2))
+                assert rounds_of(trained) == [1, 2]
+                first, second = trained.server._served
+                assert trained.server._module_of(second) is not None
+                held[0] = weights + 5
+                assert trained.server._module_of(first) is None
+                del held[0]
+                assert trained.server._module_of(first) is None
+                held[0] = weights
+                module = trained.server._module_of(first)
+                assert module is not None
+                assert (to_fixed(flat_weights(module)) == weights).all()
+                assert trained.server._module_of(first) is module  # it is built once
             finally:
                 await trained.stop()
 

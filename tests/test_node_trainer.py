@@ -17,6 +17,7 @@ import pytest
 from node.data import load_corpus
 from node.trainer import Trainer, TrainerError
 from node.trainer_process import TrainerSettings, followed_blocks
+from swarm.fixed_point import to_fixed
 from swarm.flat import Change, initial_flat
 from swarm.run import ModelShape, Run, Training
 
@@ -97,7 +98,7 @@ def test_evaluates_other_weights_and_reads_renewed_copies(text: str) -> None:
             assert await trainer.evaluate(start * 3) != honest
             assert np.array_equal(await trainer.snapshot(), start)  # evaluating changes nothing
             # Another version of the block before this one changes what this one sees.
-            await trainer.renew_copies({0: initial_flat(RUN, 0) * 2})
+            await trainer.renew_copies({0: to_fixed(initial_flat(RUN, 0) * 2)})
             assert await trainer.evaluate(start) != honest
             assert not heard.progress
 

@@ -28,7 +28,7 @@ from protocol.records import Record
 from protocol.version import PROTOCOL_MAJOR, PROTOCOL_MINOR
 from swarm.fixed_point import FixedUpdate, step_digest, weights_digest
 from swarm.log import genesis
-from swarm.updates import UpdateCodec, from_wire_entry, snapshot_shards, to_wire_entry
+from swarm.updates import UpdateCodec, from_wire_entry, shards_of, snapshot_index, to_wire_entry
 
 PATH = Path(__file__).parent.parent / "protocol" / "vectors.json"
 NOW_S = 1_800_000_000.0
@@ -210,8 +210,8 @@ def build() -> dict[str, Any]:
         "weights": {
             "quanta": WEIGHTS.tolist(),
             "digest": plain(weights_digest(WEIGHTS)),
-            "shard": plain(bytes(snapshot_shards(WEIGHTS)[1][0])),
-            "snapshot": plain(content_digest(snapshot_shards(WEIGHTS)[0])),
+            "shard": plain(bytes(shards_of(WEIGHTS)[0])),
+            "snapshot": plain(content_digest(snapshot_index(WEIGHTS))),
         },
         "step": {"quanta": STEP.dense().tolist(), "digest": plain(step_digest(STEP))},
         "update": update_vector(),

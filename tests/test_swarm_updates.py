@@ -42,7 +42,8 @@ from swarm.updates import (
     from_wire_entry,
     from_wire_vote,
     replay,
-    snapshot_shards,
+    shards_of,
+    snapshot_index,
     to_wire_entry,
     to_wire_vote,
     update_digest,
@@ -388,7 +389,7 @@ def test_votes_that_no_honest_replica_sends() -> None:
 @pytest.mark.parametrize("size", [1, 1000, SHARD_BYTES // 4, SHARD_BYTES // 4 + 1])
 def test_snapshots(size: int) -> None:
     consensus = np.random.default_rng(size).integers(-(2**31), 2**31, size).astype(np.int32)
-    index, shards = snapshot_shards(consensus)
+    index, shards = snapshot_index(consensus), shards_of(consensus)
     assert [len(s) for s in shards[:-1]] == [SHARD_BYTES] * (len(shards) - 1)
     assert index == b"".join(content_digest(shard) for shard in shards)
     back = from_shards([bytes(shard) for shard in shards], size)
@@ -399,7 +400,7 @@ def test_snapshots(size: int) -> None:
 
 
 def test_snapshots_of_another_size() -> None:
-    shards = [bytes(shard) for shard in snapshot_shards(np.arange(100, dtype=np.int32))[1]]
+    shards = [bytes(shard) for shard in shards_of(np.arange(100, dtype=np.int32))]
     for bad, size in (
         (shards, 99),
         (shards, 101),

@@ -1,0 +1,63 @@
+"""The step of a round beside the loop: of the moment it was asked for in, whatever follows."""
+
+from __future__ import annotations
+
+import asyncio
+from pathlib import Path
+
+import numpy as np
+from chains import CODEC, SIZE, Chain, identity, run
+
+from node.aggregation import Aggregation
+from node.exchange import Held
+from protocol.identity import peer_text
+from swarm import actions as act
+from swarm.fixed_point import weights_digest
+from swarm.log import Entry
+from swarm.updates import update_digest
+from swarm.votes import UpdateRef
+
+
+def asked(chain: Chain, seed: int) -> tuple[act.Aggregate, dict[bytes, Held]]:
+    """An order to aggregate one update upon the chain's head."""
+    number, me = chain.log.head.round + 1, chain.identity.peer_id
+    wanted = np.random.default_rng(seed).integers(-(2**20), 2**20, SIZE)
+    payload, update = CODEC.encode(wanted, 0, number, me)
+    ref = UpdateRef(update_digest(payload), peer_text(me))
+    order = act.Aggregate(number, chain.log.head.digest, (ref,), None, 0.0)
+    return order, {ref.digest: Held(ref, number, payload, update)}
+
+
+def test_a_step_is_of_the_weights_it_was_asked_for_and_not_of_later_ones(tmp_path: Path) -> None:
+    """It waits for the one before, and meanwhile the consensus makes a step."""
+    chain = Chain(identity(tmp_path)).grow(3)
+    order, held = asked(chain, 1)
+    log, before = chain.log, chain.consensus.weights.copy()
+
+    async def main() -> tuple[Entry, Entry]:
+        wanted = await Aggregation().compute(order, held, log, chain.consensus)
+        late = Aggregation()
+        async with late._lock:
+            computing = asyncio.create_task(late.compute(order, held, log, chain.consensus))
+            await asyncio.sleep(0)  # it waits for the lock now
+            chain.grow(1)
+        return wanted, await computing
+
+    wanted, found = run(main())
+    assert not np.array_equal(chain.consensus.weights, before)
+    assert found == wanted
+
+
+def test_a_computed_step_is_applied_once_and_only_upon_its_head(tmp_path: Path) -> None:
+    chain = Chain(identity(tmp_path)).grow(3)
+    order, held = asked(chain, 1)
+    aggregation = Aggregation()
+    entry = run(aggregation.compute(order, held, chain.log, chain.consensus))
+    log = chain.log.appended(entry)
+    aggregation.forget(chain.log.head.digest)
+    step = aggregation.apply(entry, log, chain.consensus)
+    assert weights_digest(chain.consensus.weights) == entry.weights
+    assert chain.consensus.steps[entry.digest] is step
+    chain.log = log
+    aggregation.forget(log.head.digest)
+    assert not aggregation._computed
