@@ -106,6 +106,7 @@ def variants(quick: bool) -> list[Variant]:
     add("independent", other, coupling="independent")
     add("independent, z removed", other, coupling="independent", objective="plain")
     add("one block on 4 times the bytes", 4 * other, coupling="independent", blocks=1)
+    add("one block on 4 times 6 MB", 4 * headline, coupling="independent", blocks=1)
     add("end-to-end, a loss at every second layer", other, end_to_end=True, heads_every=2)
     add("relay, copies 50 steps old", other, coupling="relay")
     add("look-ahead, z removed", other, objective="plain")
@@ -306,7 +307,8 @@ def figures(rows: harness.Rows) -> harness.Figures:
         if len(gaps) > 1:
             out["ce_standard_error"] = statistics.stdev(gaps) / math.sqrt(len(gaps))
     for name, row, key in (
-        ("ce_control_4x", "one block on 4 times the bytes", "ce"),
+        ("ce_control_4x", "one block on 4 times the bytes", "ce"),  # beside ce_stale_50
+        ("ce_control_4x_6mb", "one block on 4 times 6 MB", "ce"),  # beside ce_composed
         ("ce_z_removed", "look-ahead, z removed", "ce"),
         ("ce_stale_50", "look-ahead, copies 50 steps old", "ce"),
         ("ce_end_to_end_2mb", "end-to-end, learning rate 0.002", "ce"),
