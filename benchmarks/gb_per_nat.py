@@ -11,7 +11,7 @@ from __future__ import annotations
 import json
 import statistics
 import time
-from dataclasses import asdict, dataclass
+from dataclasses import asdict, dataclass, replace
 from typing import Any
 
 import torch
@@ -21,7 +21,7 @@ from benchmarks.exchange import ExchangeRules, ExchangeSwarm
 from benchmarks.exchange_rows import DEFAULT, HeldOut, cpu_minutes, run_of
 from node.data import benchmark_corpus
 from node.memory import keep_freed_memory
-from swarm.run import ModelShape, Run
+from swarm.run import ModelShape, Optimizer, Run, Training
 
 SIX_WORKERS = (2, 2, 1, 1)
 ONE_EACH = (1, 1, 1, 1)
@@ -41,15 +41,20 @@ class Variant:
     seed: int = 0
     replicas: tuple[int, ...] = SIX_WORKERS
     quick: bool = False
+    optimizer: Optimizer = "adamw"
 
     @property
     def key(self) -> str:
-        return json.dumps(asdict(self), sort_keys=True)
+        fields = asdict(self)
+        if self.optimizer == "adamw":  # rows from before there was another one
+            fields.pop("optimizer")
+        return json.dumps(fields, sort_keys=True)
 
     @property
     def run(self) -> Run:
         shape = ModelShape(layers=1, width=32, context=64) if self.quick else None
-        return run_of(self.rounds, self.steps_per_round, self.seed, shape)
+        run = run_of(self.rounds, self.steps_per_round, self.seed, shape)
+        return replace(run, training=replace(run.training, optimizer=self.optimizer))
 
 
 def variants(quick: bool) -> list[Variant]:
@@ -72,6 +77,9 @@ def variants(quick: bool) -> list[Variant]:
     add("rounds twice as long", longer=2)
     add("rounds 4 times as long", longer=4)
     add("dense fp32, rounds 4 times as long", "fp32", longer=4)
+    add("Muon", optimizer="muon")
+    add("Muon, dense fp32", "fp32", optimizer="muon")
+    add("Muon, one worker a block", replicas=ONE_EACH, optimizer="muon")
     return rows
 
 
@@ -100,6 +108,7 @@ def measure(variant: Variant) -> dict[str, Any]:
         "rounds": variant.rounds,
         "workers": sum(variant.replicas),
         "seed": variant.seed,
+        "optimizer": variant.optimizer,
         "ce": ce_end,
         "update_mb": moved.update / 1e6,
         "everything_mb": moved.everything / 1e6,
@@ -115,8 +124,15 @@ def measure(variant: Variant) -> dict[str, Any]:
 
 
 def pareto(rows: harness.Rows) -> list[str]:
-    """Names of the rows of six workers and seed 0 that no other one beats in bytes and CE."""
-    found = [r for r in rows if r["workers"] == sum(SIX_WORKERS) and r["seed"] == 0]
+    """Names of the rows of six workers and seed 0 that no other one beats in bytes and CE; of the
+    default optimizer, so that they differ in how they exchange alone."""
+    found = [
+        r
+        for r in rows
+        if r["workers"] == sum(SIX_WORKERS)
+        and r["seed"] == 0
+        and r.get("optimizer", "adamw") == Training().optimizer
+    ]
     return [
         row["name"]
         for row in found

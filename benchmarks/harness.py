@@ -70,13 +70,15 @@ def measure_rows(
     todo = [v for v in wanted if v.key not in done]
     print(f"{name}: {len(wanted) - len(todo)} rows are there, {len(todo)} to measure", flush=True)
     order = {v.key: place for place, v in enumerate(table)}
+    # Rows of one file may be of several sessions and machines: each says of which. The code is the
+    # one that the processes have loaded, whatever is committed meanwhile.
+    origin = {"commit": commit(), "cpu": _cpu()}
     context = get_context("spawn")
     with ProcessPoolExecutor(options.jobs, context, initializer=leave_with_parent) as pool:
         futures = {pool.submit(measure, v): v for v in todo}
         for future in as_completed(futures):
             variant = futures[future]
-            # Rows of one file may be of several sessions: each says of which code it is.
-            row = {"name": variant.name, "key": variant.key, "commit": commit(), **future.result()}
+            row = {"name": variant.name, "key": variant.key, **origin, **future.result()}
             done = {r["key"]: r for r in rows_of(options.out)} | {variant.key: row}
             rows = sorted(done.values(), key=lambda r: order.get(r["key"], len(order)))
             write(options, name, figures(rows), rows, facts)

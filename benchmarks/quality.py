@@ -61,6 +61,8 @@ class Variant:
             fields["run"] |= {"noise": {}, "model": {**fields["run"]["model"], "coupling": ""}}
             for name in ONLY_OF_BLOCKS:
                 fields["run"]["training"].pop(name)
+        if self.run.training.optimizer == "adamw":  # rows from before there was another one
+            fields["run"]["training"].pop("optimizer")
         return json.dumps(_without_unset(fields), sort_keys=True)
 
 
@@ -102,6 +104,15 @@ def variants(quick: bool) -> list[Variant]:
         add(f"end-to-end, seed {seed}", headline, seed, end_to_end=True)
     for rate in (1e-3, 1.5e-3, 2e-3, 3e-3):
         add(f"end-to-end, learning rate {rate:g}", other, end_to_end=True, learning_rate=rate)
+    muon = {"optimizer": "muon"}
+    for name, megabytes in (("6 MB", headline), ("2 MB", other)):
+        add(f"Muon: default, {name}", megabytes, **muon)
+        add(f"Muon: end-to-end, {name}", megabytes, end_to_end=True, **muon)
+    for rate in (1e-3, 4e-3):
+        add(f"Muon: end-to-end, rate {rate:g}", other, end_to_end=True, learning_rate=rate, **muon)
+    one = {"coupling": "independent", "blocks": 1}
+    add("Muon: one block on 4 times the bytes", 4 * other, **one, **muon)
+    add("Muon: independent", other, coupling="independent", **muon)
     add("look-ahead, copies 50 steps old", other)
     add("independent", other, coupling="independent")
     add("independent, z removed", other, coupling="independent", objective="plain")
@@ -159,6 +170,7 @@ def measure(variant: Variant) -> dict[str, Any]:
         "copies_age_steps": run.training.steps_per_round,
         "seed": run.seed,
         "learning_rate": run.training.learning_rate,
+        "optimizer": run.training.optimizer,
         "bytes_seen_per_block": run.training.steps * run.training.batch * run.model.context,
         **trained,
         "cpu_seconds": round(time.process_time() - started, 1),

@@ -22,7 +22,7 @@ from node.cli_report import (
 )
 from node.cli_serve import generate_from_swarm, is_address, sweep_options
 from node.terminal import ByteWriter
-from swarm.run import Coupling, Objective
+from swarm.run import Coupling, Objective, Optimizer
 
 F = TypeVar("F", bound=Any)
 
@@ -86,6 +86,13 @@ without_option = click.option(
 )
 @click.option("--batch", type=int, default=8, show_default=True, help="Windows in a step.")
 @click.option("--learning-rate", type=float, default=2e-3, show_default=True, help="At its peak.")
+@click.option(
+    "--optimizer",
+    type=click.Choice(get_args(Optimizer)),
+    default="adamw",
+    show_default=True,
+    help="Of the matrices inside layers.",
+)
 @click.option(
     "--denoise-share",
     type=float,

@@ -50,6 +50,7 @@ RUN_OPTIONS = {
     "steps_per_round": ("training", "steps_per_round"),
     "batch": ("training", "batch"),
     "learning_rate": ("training", "learning_rate"),
+    "optimizer": ("training", "optimizer"),
     "denoise_share": ("training", "denoise_share"),
 }
 """Which field of the run an option of `train` sets; the run says what is allowed."""

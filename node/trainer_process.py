@@ -34,7 +34,6 @@ from protocol.errors import BlockswarmError, DataError
 from swarm.composition import ComposedModel
 from swarm.evaluate import honest_ce
 from swarm.flat import Change, Floats, add_flat_at, flat_weights, load_flat
-from swarm.local import load_optimizer_tensors, optimizer_tensors
 from swarm.model import Block
 from swarm.moving_copy import MovingCopy, frozen_copy
 from swarm.run import Run
@@ -255,7 +254,7 @@ class _Trainer:
 
     def _save(self, path: Path) -> dict[str, Any]:
         tensors = {f"w.{n}": p.detach().cpu() for n, p in self.worker.block.named_parameters()}
-        state = optimizer_tensors(self.worker)
+        state = self.worker.optimizer.tensors()
         tensors.update({f"o.{n}": t.detach().cpu().contiguous() for n, t in state.items()})
         try:
             facts = {"position": str(self.position)}
@@ -272,7 +271,7 @@ class _Trainer:
             weights = {n[2:]: t for n, t in tensors.items() if n.startswith("w.")}
             self.worker.block.load_state_dict(weights)
             optimizer = {n[2:]: t for n, t in tensors.items() if n.startswith("o.")}
-            load_optimizer_tensors(self.worker, optimizer)
+            self.worker.optimizer.load(optimizer)
         except Exception as error:  # whatever is wrong with the file, the node hears of it
             return {"error": f"{path.name}: {str(error).splitlines()[0]}"}
         return {}

@@ -126,7 +126,7 @@ class LocalSwarm:
         tensors: Weights = {}
         for worker in self.workers:
             _put(tensors, f"block.{worker.index}", worker.block.state_dict())
-            _put(tensors, f"optimizer.{worker.index}", optimizer_tensors(worker))
+            _put(tensors, f"optimizer.{worker.index}", worker.optimizer.tensors())
         for version, blocks in self.versions.copies.items():
             for index, block in enumerate(blocks):
                 _put(tensors, f"version.{version}.{index}", block.state_dict())
@@ -144,7 +144,7 @@ class LocalSwarm:
         try:
             for worker in self.workers:
                 worker.block.load_state_dict(_take(tensors, f"block.{worker.index}"))
-                load_optimizer_tensors(worker, _take(tensors, f"optimizer.{worker.index}"))
+                worker.optimizer.load(_take(tensors, f"optimizer.{worker.index}"))
                 worker.steps_done = numbers["steps_done"]
                 worker.objective.interval = Interval(*map(float, numbers["sigmas"][worker.index]))
             self.steps_done, self.versions.newest = numbers["steps_done"], numbers["newest"]
@@ -196,29 +196,6 @@ class LocalSwarm:
     def _next(self, block: int) -> Block | None:
         found = [self.copies[read].block for read in self._read_by(block) if read[0] > block]
         return found[0] if found else None
-
-
-def optimizer_tensors(worker: BlockWorker) -> Weights:
-    """AdamW's state by parameter name: no pickle needed to write it down."""
-    out: Weights = {}
-    for name, parameter in worker.block.named_parameters():
-        for key, value in worker.optimizer.state.get(parameter, {}).items():
-            out[f"{name}:{key}"] = value
-    return out
-
-
-def load_optimizer_tensors(worker: BlockWorker, tensors: Mapping[str, Tensor]) -> None:
-    worker.optimizer.state.clear()
-    for name, parameter in worker.block.named_parameters():
-        if f"{name}:step" not in tensors:
-            continue  # a worker that was offline from the start has no state yet
-        state = {key: tensors[f"{name}:{key}"] for key in ("step", "exp_avg", "exp_avg_sq")}
-        if any(state[key].shape != parameter.shape for key in ("exp_avg", "exp_avg_sq")):
-            raise ValueError(f"the optimizer's state of {name} has another shape")
-        worker.optimizer.state[parameter] = {
-            key: value.to(device=parameter.device, dtype=torch.float32, copy=True)
-            for key, value in state.items()
-        }
 
 
 def _put(tensors: Weights, prefix: str, part: Mapping[str, Tensor]) -> None:

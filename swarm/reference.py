@@ -11,8 +11,8 @@ import torch.nn.functional as F
 from torch import Tensor
 
 from swarm.model import EndToEnd
+from swarm.optimizer import BlockOptimizer
 from swarm.run import Run
-from swarm.worker import block_optimizer
 
 
 class ReferenceWorker:
@@ -23,19 +23,17 @@ class ReferenceWorker:
         with torch.random.fork_rng(devices=[]):
             torch.manual_seed(run.seed * 1_000_003 + 999_983)
             self.model = EndToEnd(run.model, heads_every).to(device)
-        self.optimizer = block_optimizer(run, self.model)
+        self.optimizer = BlockOptimizer(run.training, self.model)
         self.steps_done = 0
 
     def step(self, x: Tensor, y: Tensor) -> float:
         """One step; the loss is the sum over heads, the value returned the last head's."""
         training = self.run.training
         losses = self.model.losses(x, y)
-        for group in self.optimizer.param_groups:
-            group["lr"] = training.learning_rate_at(self.steps_done)
-        self.optimizer.zero_grad(set_to_none=True)
+        self.optimizer.zero_grad()
         torch.stack(losses).sum().backward()  # type: ignore[no-untyped-call]  # torch's own gap
         torch.nn.utils.clip_grad_norm_(self.model.parameters(), training.clip_norm)
-        self.optimizer.step()
+        self.optimizer.step(training.learning_rate_at(self.steps_done))
         self.steps_done += 1
         return losses[-1].item()
 

@@ -17,6 +17,7 @@ from protocol.errors import UsageError
 Objective = Literal["bayes", "edm", "plain"]
 Coupling = Literal["independent", "relay", "look_ahead"]
 Composition = Literal["logit", "embedding"]
+Optimizer = Literal["muon", "adamw"]
 
 VOCABULARY = 256  # bytes in, bytes out
 # Joint denoising begins with nothing known and ends with certain bytes: between them lie all
@@ -106,6 +107,7 @@ class Training:
     batch: int = 8
     learning_rate: float = 2e-3
     final_learning_rate: float = 0.02  # as a share of learning_rate
+    optimizer: Optimizer = "adamw"  # of the matrices inside layers; the rest has AdamW
     warmup_steps: int = 40
     weight_decay: float = 0.05
     beta1: float = 0.9
@@ -118,6 +120,7 @@ class Training:
 
     def __post_init__(self) -> None:
         _one_of("objective", self.objective, get_args(Objective))
+        _one_of("optimizer", self.optimizer, get_args(Optimizer))
         _within("steps", self.steps, 1, 10**9)
         _within("steps_per_round", self.steps_per_round, 1, 10**6)
         _within("short_rounds", self.short_rounds, 0, 10**6)

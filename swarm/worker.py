@@ -19,6 +19,7 @@ from swarm.denoise import JointDenoising, draw_rows
 from swarm.model import Block, make_block
 from swarm.noise import block_interval, target_table
 from swarm.objective import DenoisingObjective
+from swarm.optimizer import BlockOptimizer
 from swarm.run import Run
 
 AHEAD_PARTS = 2
@@ -54,14 +55,14 @@ class BlockWorker:
         looks_ahead = run.model.coupling == "look_ahead" and not last
         self.ahead = self._objective_of(block + 1) if looks_ahead else None
         self.joint = JointDenoising(run, self.targets) if run.denoises else None
-        self.optimizer = block_optimizer(run, self.block)
+        self.optimizer = BlockOptimizer(run.training, self.block)
         self.steps_done = 0
 
     def step(
         self, x: Tensor, y: Tensor, upstream: Sequence[Block], next_block: Block | None
     ) -> StepLoss:
         """One optimizer step on a batch of inputs and targets."""
-        self.optimizer.zero_grad(set_to_none=True)
+        self.optimizer.zero_grad()
         joint: float | None = None
         with self._precision():
             rows = self.run.training.denoise_rows if self.joint is not None else 0
@@ -148,10 +149,8 @@ class BlockWorker:
 
     def _update(self) -> None:
         training = self.run.training
-        for group in self.optimizer.param_groups:
-            group["lr"] = training.learning_rate_at(self.steps_done)
         torch.nn.utils.clip_grad_norm_(self.block.parameters(), training.clip_norm)
-        self.optimizer.step()
+        self.optimizer.step(training.learning_rate_at(self.steps_done))
         self.steps_done += 1
 
     def _objective_of(self, block: int) -> DenoisingObjective:
@@ -165,22 +164,6 @@ def initial_block(run: Run, block: int) -> Block:
     """The block's weights at version 0: equal on every host of the run."""
     generator = torch.Generator().manual_seed(run.seed * 1_000_003 + block)
     return make_block(run.model, run.training.objective, block, generator, run.denoises)
-
-
-def block_optimizer(run: Run, module: torch.nn.Module) -> torch.optim.AdamW:
-    """AdamW with weight decay on matrices only."""
-    training = run.training
-    matrices = [p for p in module.parameters() if p.ndim >= 2]
-    vectors = [p for p in module.parameters() if p.ndim < 2]
-    return torch.optim.AdamW(
-        [
-            {"params": matrices, "weight_decay": training.weight_decay},
-            {"params": vectors, "weight_decay": 0.0},
-        ],
-        lr=training.learning_rate,
-        betas=(training.beta1, training.beta2),
-        fused=True,
-    )
 
 
 @torch.no_grad()

@@ -14,7 +14,6 @@ from swarm.noise import block_interval
 from swarm.run import Run
 from swarm.worker import (
     BlockWorker,
-    block_optimizer,
     initial_block,
     relayed_hidden,
     step_generator,
@@ -157,19 +156,6 @@ def test_gradients_are_clipped_and_the_rate_follows_the_schedule(tiny_run: MakeR
     norms = [float(p.grad.norm()) for p in worker.block.parameters() if p.grad is not None]
     assert sum(n**2 for n in norms) ** 0.5 == pytest.approx(1e-3, rel=1e-3)
     assert worker.steps_done == 4
-
-
-def test_weight_decay_is_for_matrices_only(tiny_run: MakeRun) -> None:
-    run = tiny_run(weight_decay=0.07)
-    block = initial_block(run, 1)
-    decays = {
-        id(p): group["weight_decay"]
-        for group in block_optimizer(run, block).param_groups
-        for p in group["params"]
-    }
-    assert len(decays) == len(list(block.parameters()))
-    for p in block.parameters():
-        assert decays[id(p)] == (0.07 if p.ndim >= 2 else 0.0)
 
 
 @pytest.mark.parametrize("seed", [0, 1, 2**31, 2**32 - 1])
