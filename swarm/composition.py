@@ -201,18 +201,20 @@ def _composed_ce(a: Tensor, stacked: Tensor, y: Tensor) -> float:
 def _fit(stacked: Tensor, y: Tensor, steps: int = 60) -> Tensor:
     """weights / temperature. log_softmax(sum_b a_b lp_b) is convex in a: the start does not matter.
 
-    The optimizer moves log a: a itself, clamped at 0, would have no gradient to come back with.
+    The optimizer moves log a: a itself, clamped at 0, would have no gradient to come back with. Its
+    line search needs the mean to more digits than float32 has, or it stops early.
     """
-    log_a = torch.full((len(stacked),), -math.log(len(stacked)), device=stacked.device)
-    log_a.requires_grad_()
+    precise = torch.float32 if stacked.device.type == "mps" else torch.float64  # which has no other
+    log_a = torch.full((len(stacked),), -math.log(len(stacked)), dtype=precise)
+    log_a = log_a.to(stacked.device).requires_grad_()
     optimizer = torch.optim.LBFGS([log_a], max_iter=steps, line_search_fn="strong_wolfe")
 
     def closure() -> Tensor:
         optimizer.zero_grad()
-        a = log_a.clamp_min(-20.0).exp()
-        loss = F.cross_entropy(torch.einsum("b,bnv->nv", a, stacked), y)
+        logits = torch.einsum("b,bnv->nv", log_a.clamp_min(-20.0).exp().to(stacked.dtype), stacked)
+        loss = F.cross_entropy(logits, y, reduction="none").to(precise).mean()
         loss.backward()  # type: ignore[no-untyped-call]  # torch leaves it unannotated
         return loss
 
     optimizer.step(closure)  # type: ignore[no-untyped-call]
-    return log_a.detach().clamp_min(-20.0).exp()
+    return log_a.detach().clamp_min(-20.0).exp().to(stacked.dtype)
