@@ -23,7 +23,7 @@ demo: $(STAMP)           ## a real swarm on this machine, to an assembled model 
 	$(BIN)/blockswarm demo
 
 test: $(STAMP)           ## everything that runs in minutes
-	$(BIN)/python -m pytest -n $(WORKERS) --dist loadfile
+	$(BIN)/python -m pytest -n $(WORKERS) --dist loadfile --no-loadscope-reorder --durations=10
 
 test-long: $(STAMP)      ## the long suites: fuzzing, crash storms
 	$(BIN)/python -m pytest -m long

@@ -167,12 +167,21 @@ def test_honest_replicas_that_have_converged_are_not_left_out(seed: int, noise: 
     assert sum(map(len, rounds)) <= (4 if noise > 200 else 0), rounds
 
 
-def test_three_hundred_replicas_in_groups() -> None:
-    sim = swarm(1, 300, SimRules(polls=3, poll_s=0.6, size=32, top_k=4))
+def groups_agree(replicas: int, groups: int) -> None:
+    sim = swarm(1, replicas, SimRules(polls=3, poll_s=0.6, size=32, top_k=4))
     sim.run(2.97)
-    assert sim.hosts["h0"].state.groups == 32
+    assert sim.hosts["h0"].state.groups == groups
     assert len(sim.heads()) == 1
-    assert len(sim.hosts["h0"].state.log.head.contributions) > 280
+    assert len(sim.hosts["h0"].state.log.head.contributions) > 0.93 * replicas
+
+
+def test_a_hundred_replicas_in_groups() -> None:
+    groups_agree(100, 16)
+
+
+@pytest.mark.long
+def test_three_hundred_replicas_in_groups() -> None:
+    groups_agree(300, 32)
 
 
 def test_groups_with_loss_and_deaths() -> None:
