@@ -15,6 +15,7 @@ from __future__ import annotations
 from collections.abc import Iterator, Sequence
 from dataclasses import dataclass
 from math import isqrt
+from typing import Any
 
 import numpy as np
 import numpy.typing as npt
@@ -24,6 +25,7 @@ from protocol.codec.selection import true_at
 from protocol.errors import WireError
 
 Ints = npt.NDArray[np.int64]
+Whole = npt.NDArray[np.signedinteger[Any]]  # int32, or int64 where it must be
 Quanta = npt.NDArray[np.int32]
 Floats = npt.NDArray[np.float32]
 
@@ -31,7 +33,7 @@ QUANTUM_BITS = 24
 VALUE_LIMIT = 2**31  # |value| of an update, in quanta: what int32 holds
 SCALE_ONE = 1 << 16
 SEGMENT = 1 << 15  # coordinates per pass: what fits into a core's L2 cache with its temporaries
-CUT = 1 << 17  # the same for sparse updates, which touch few of them
+CUT = 1 << 17  # the same for sparse updates, which touch few of them, as int32
 SPARSE = 10  # below one in so many it is cheaper to sort their places than to look at all
 
 
@@ -41,15 +43,19 @@ class UpdateError(WireError):
 
 @dataclass(frozen=True, eq=False)
 class FixedUpdate:
-    """A vector of `size` coordinates in quanta: all of them, or only those at `indices`."""
+    """A vector of `size` coordinates in quanta: all of them, or only those at `indices`.
+
+    Of int32 where they come from a codec: half the memory, and half the time that goes into moving
+    it. So whoever computes with them must see that the result fits.
+    """
 
     size: int
-    indices: Ints | None
-    values: Ints
+    indices: Whole | None
+    values: Whole
 
     def dense(self) -> Ints:
         if self.indices is None:
-            return self.values
+            return self.values.astype(np.int64, copy=False)
         out = np.zeros(self.size, dtype=np.int64)
         out[self.indices] = self.values
         return out
@@ -74,11 +80,13 @@ def checked(update: FixedUpdate, size: int) -> FixedUpdate:
         if indices.ndim != 1 or indices.dtype.kind != "i" or len(indices) != len(values):
             raise UpdateError("update indices do not match its values")
         if len(indices) and (
-            int(indices[0]) < 0 or int(indices[-1]) >= size or bool(np.any(np.diff(indices) <= 0))
+            int(indices[0]) < 0
+            or int(indices[-1]) >= min(size, VALUE_LIMIT)
+            or bool(np.any(indices[1:] <= indices[:-1]))
         ):
             raise UpdateError("update indices are not ascending within the block")
-        indices = indices.astype(np.int64, copy=False)
-    return FixedUpdate(size, indices, values.astype(np.int64, copy=False))
+        indices = indices.astype(np.int32, copy=False)
+    return FixedUpdate(size, indices, values.astype(np.int32, copy=False))
 
 
 def from_codec(size: int, indices: Ints | None, values: Ints, bits: int) -> FixedUpdate:
@@ -95,7 +103,7 @@ def from_codec(size: int, indices: Ints | None, values: Ints, bits: int) -> Fixe
     return checked(FixedUpdate(size, indices, rounded_mean(values.astype(np.int64), unit)), size)
 
 
-def exact_dot(a: Ints, b: Ints) -> int:
+def exact_dot(a: Whole, b: Whole) -> int:
     """Inner product as a Python int, exact for |a|, |b| < 2**35.
 
     In segments that stay in the cache. Mostly the values are small enough that a segment's sum of
@@ -104,7 +112,8 @@ def exact_dot(a: Ints, b: Ints) -> int:
     """
     total = 0
     for start in range(0, len(a), SEGMENT):
-        x, y = a[start : start + SEGMENT], b[start : start + SEGMENT]
+        x = a[start : start + SEGMENT].astype(np.int64, copy=False)
+        y = x if a is b else b[start : start + SEGMENT].astype(np.int64, copy=False)
         largest = magnitude(x)
         if largest * (largest if a is b else magnitude(y)) * len(x) < 1 << 63:
             total += int(np.dot(x, y))
@@ -115,8 +124,8 @@ def exact_dot(a: Ints, b: Ints) -> int:
     return total
 
 
-def magnitude(values: Ints) -> int:
-    return max(int(values.max()), -int(values.min()))
+def magnitude(values: Whole) -> int:
+    return max(int(values.max()), -int(values.min())) if len(values) else 0
 
 
 def norm(update: FixedUpdate) -> int:
@@ -125,22 +134,23 @@ def norm(update: FixedUpdate) -> int:
 
 
 def scaled(update: FixedUpdate, scale: int) -> FixedUpdate:
-    """update * scale / 65536, rounded toward zero: never longer than asked."""
+    """update * scale / 65536, rounded toward zero: never longer than asked (at most 65536)."""
     if scale == SCALE_ONE:
         return update
-    values = np.empty(len(update.values), dtype=np.int64)
+    values = np.empty(len(update.values), dtype=update.values.dtype)
     for start in range(0, len(values), SEGMENT):
-        part, out = update.values[start : start + SEGMENT], values[start : start + SEGMENT]
-        np.abs(part, out=out)
-        out *= scale
-        out >>= 16
-        np.negative(out, out=out, where=part < 0)
+        part = update.values[start : start + SEGMENT]
+        less = np.abs(part.astype(np.int64, copy=False))
+        less *= scale
+        less >>= 16
+        np.negative(less, out=less, where=part < 0)
+        values[start : start + SEGMENT] = less
     return FixedUpdate(update.size, update.indices, values)
 
 
-def rounded_mean(total: Ints, count: int) -> Ints:
+def rounded_mean(total: Whole, count: int) -> Whole:
     """total / count, halves away from zero: symmetric, so that no drift builds up over rounds."""
-    result = np.empty_like(total)
+    result: Whole = np.empty_like(total)
     for start in range(0, len(total), SEGMENT):
         part, out = total[start : start + SEGMENT], result[start : start + SEGMENT]
         if magnitude(part) < 1 << 51:
@@ -167,7 +177,7 @@ def add_into(total: Ints, update: FixedUpdate, times: int = 1) -> None:
     elif times == -1:
         total[at] -= update.values
     else:
-        total[at] += times * update.values
+        total[at] += times * update.values.astype(np.int64, copy=False)
 
 
 def summed(parts: Sequence[tuple[FixedUpdate, int]]) -> FixedUpdate:
@@ -183,7 +193,7 @@ def summed_against(
         return _sparse_against(parts, others)
     size, dense = parts[0][0].size, any(part.indices is None for part, _ in parts)
     whole = np.empty(size if dense else 0, dtype=np.int64)
-    found: list[tuple[Ints, Ints]] = []
+    found: list[tuple[Whole, Whole]] = []
     products = Products(others)
     for start, total in pieces(parts, whole if dense else None):
         products.add(start, total)
@@ -199,20 +209,22 @@ def _sparse_against(
     """`summed_against` where all are sparse, as those of a round mostly are: each is looked at once
     per piece, and what the sum is where it has values is written down for the inner product."""
     size = parts[0][0].size
-    total = np.empty(min(CUT, size), dtype=np.int64)
+    fits = sum(abs(times) * magnitude(part.values) for part, times in parts) < VALUE_LIMIT
+    kind = np.dtype(np.int32 if fits else np.int64)
+    total: Whole = np.empty(min(CUT, size), dtype=kind)
     mask = np.empty(len(total), dtype=np.bool_)
-    met = [np.empty(len(update.values), dtype=np.int64) for update in others]
+    met: list[Whole] = [np.empty(len(update.values), dtype=kind) for update in others]
     cuts = [Cut(update) for update in others]
     known = {id(cut.update): cut for cut in cuts}
     adding = [(known.get(id(part)) or Cut(part), times) for part, times in parts]
-    found: list[tuple[Ints, Ints]] = []
+    found: list[tuple[Whole, Whole]] = []
     for start in range(0, size, CUT):
         stop = min(start + CUT, size)
         here, some = total[: stop - start], mask[: stop - start]
         here.fill(0)
         for cut, times in adding:
             at, span = cut.piece(start)
-            values = cut.update.values[span]
+            values = cut.update.values[span].astype(kind, copy=False)
             np.add.at(here, at, values if times == 1 else times * values)
         for cut, out in zip(cuts, met, strict=True):
             at, span = cut.piece(start)
@@ -222,11 +234,11 @@ def _sparse_against(
             kept = _merged(places)
         else:
             kept = true_at(np.not_equal(here, 0, out=some))
-        values = here[kept]
+        values = here.take(kept)
         if not values.all():  # they cancel
             kept, values = kept[values != 0], values[values != 0]
         kept += start
-        found.append((kept, values))
+        found.append((kept.astype(np.int32), values))
     products = [exact_dot(u.values, m) for u, m in zip(others, met, strict=True)]
     return _joined(size, found), products
 
@@ -255,7 +267,8 @@ class Cut:
             assert self.update.indices is not None
             number = start // CUT
             self._span = slice(self._ends[number], self._ends[number + 1])
-            self._start, self._at = start, self.update.indices[self._span] - start
+            self._start, self._at = start, self.update.indices[self._span].astype(np.int64)
+            self._at -= start
         return self._at, self._span
 
 
@@ -313,21 +326,23 @@ def _ends(update: FixedUpdate) -> list[int]:
     """Where each piece of a sparse update begins, and the last one ends."""
     if update.indices is None:
         return []
-    bounds = np.arange(0, update.size + CUT, CUT)
-    ends: list[int] = np.searchsorted(update.indices, bounds).tolist()
+    bounds = np.minimum(np.arange(0, update.size + CUT, CUT), update.size)
+    found = np.searchsorted(update.indices, bounds.astype(update.indices.dtype))
+    ends: list[int] = found.tolist()
     return ends
 
 
-def _joined(size: int, found: Sequence[tuple[Ints, Ints]]) -> FixedUpdate:
-    indices = np.concatenate([at for at, _ in found]) if found else np.zeros(0, dtype=np.int64)
-    values = np.concatenate([v for _, v in found]) if found else np.zeros(0, dtype=np.int64)
-    sparse = FixedUpdate(size, indices.astype(np.int64, copy=False), values)
+def _joined(size: int, found: Sequence[tuple[Whole, Whole]]) -> FixedUpdate:
+    nothing = np.zeros(0, dtype=np.int32)
+    indices = np.concatenate([at for at, _ in found]) if found else nothing
+    values = np.concatenate([v for _, v in found]) if found else nothing
+    sparse = FixedUpdate(size, indices.astype(np.int32, copy=False), values)
     return sparse if 2 * len(indices) < size else FixedUpdate(size, None, sparse.dense())
 
 
-def compact(dense: Ints) -> FixedUpdate:
+def compact(dense: Whole) -> FixedUpdate:
     """The shorter of the two forms of a dense vector (an index costs as much as a value)."""
-    indices = np.flatnonzero(dense != 0).astype(np.int64, copy=False)
+    indices = np.flatnonzero(dense != 0).astype(np.int32)
     if 2 * len(indices) < len(dense):
         return FixedUpdate(len(dense), indices, dense[indices])
     return FixedUpdate(len(dense), None, dense)
@@ -335,13 +350,19 @@ def compact(dense: Ints) -> FixedUpdate:
 
 def mean_step(total: FixedUpdate, count: int) -> FixedUpdate:
     """The rounded mean of a sum of updates, in its shorter form."""
-    values = rounded_mean(total.values, count)
+    values = narrow(rounded_mean(total.values, count))
     if total.indices is None:
         return compact(values)
     if values.all():
         return FixedUpdate(total.size, total.indices, values)
     kept = np.flatnonzero(values != 0)  # a mean may be rounded to nothing
     return FixedUpdate(total.size, total.indices[kept], values[kept])
+
+
+def narrow(values: Whole) -> Whole:
+    """As int32, if they fit."""
+    fits = values.dtype != np.int32 and magnitude(values) < VALUE_LIMIT
+    return values.astype(np.int32) if fits else values
 
 
 def apply_step(
@@ -355,22 +376,27 @@ def apply_step(
     edge = VALUE_LIMIT - 1
     new, whole = np.empty_like(consensus) if room is None else room, True
     if delta.indices is not None:
-        cut = Cut(delta)
+        cut, values = Cut(delta), narrow(delta.values)
+        largest = magnitude(values)
         for start in range(0, len(consensus), CUT):
             here = new[start : start + CUT]
             here[:] = consensus[start : start + CUT]
             at, span = cut.piece(start)
-            after = here.take(at, mode="clip") + delta.values[span]  # int64
-            if len(at) and magnitude(after) > edge:
-                whole = False
+            after: Whole = here.take(at, mode="clip")
+            if magnitude(after) + largest <= edge:
+                after += values[span]
+            else:
+                after = after + values[span].astype(np.int64)
+                whole = whole and magnitude(after) <= edge
                 np.clip(after, -edge, edge, out=after)
-            here[at] = after.astype(np.int32)
+            here[at] = after
         if whole:
-            return new, delta
+            return new, FixedUpdate(delta.size, delta.indices, values)
         changed = new[delta.indices].astype(np.int64) - consensus[delta.indices]
         return new, compact(FixedUpdate(delta.size, delta.indices, changed).dense())
     for start in range(0, len(consensus), SEGMENT):
-        part = consensus[start : start + SEGMENT] + delta.values[start : start + SEGMENT]
+        part = consensus[start : start + SEGMENT].astype(np.int64)
+        part += delta.values[start : start + SEGMENT]
         whole = whole and magnitude(part) <= edge
         new[start : start + SEGMENT] = np.clip(part, -edge, edge)
     return new, delta if whole else compact(new.astype(np.int64) - consensus)
@@ -418,6 +444,8 @@ def step_digest(delta: FixedUpdate) -> bytes:
     state.update(delta.size.to_bytes(8, "big"))
     state.update(b"dense" if short.indices is None else b"sparse")
     for numbers in (short.indices, short.values):
-        if numbers is not None:
-            state.update(np.ascontiguousarray(numbers, dtype="<i8").view(np.uint8).data)
+        for start in range(0, 0 if numbers is None else len(numbers), SEGMENT):
+            assert numbers is not None
+            part = np.ascontiguousarray(numbers[start : start + SEGMENT], dtype="<i8")
+            state.update(part.view(np.uint8).data)
     return state.digest()

@@ -14,19 +14,20 @@ from collections.abc import Sequence
 import numpy as np
 
 from swarm.fixed_point import (
-    SEGMENT,
+    CUT,
     VALUE_LIMIT,
+    Cut,
     FixedUpdate,
     Ints,
     Quanta,
+    Whole,
     add_into,
     exact_dot,
     magnitude,
 )
 
 CHEAPER = 4  # more steps than this to forget at once: adding up again is cheaper
-STRETCH = 1 << 20  # coordinates of the sum that are looked at by all updates in turn: they stay in
-# the last cache
+_ALL = slice(None)
 
 
 class Trend:
@@ -65,30 +66,38 @@ class Trend:
 
     def _add(self, step: FixedUpdate, sign: int) -> None:
         """|t + s|^2 = |t|^2 + 2 ts + |s|^2."""
-        at = slice(None) if step.indices is None else step.indices
-        here = self._sum[at].astype(np.int64)
-        self.squared += 2 * sign * exact_dot(step.values, here) + self._known[id(step)][1]
-        if sign > 0:
-            here += step.values
-        else:
-            here -= step.values
-        self._sum[at] = here.astype(self._sum.dtype, copy=False)
+        cut, product = None if step.indices is None else Cut(step), 0
+        at: Ints | slice
+        for start in range(0, len(self._sum), CUT):
+            at, span = (_ALL, slice(start, start + CUT)) if cut is None else cut.piece(start)
+            here, values = self._sum[start : start + CUT], step.values[span]
+            met = here[at].astype(np.int64)
+            product += exact_dot(values, met)
+            if sign > 0:
+                met += values
+            else:
+                met -= values
+            here[at] = met
+        self.squared += 2 * sign * product + self._known[id(step)][1]
 
     def products(self, updates: Sequence[FixedUpdate]) -> list[int]:
         """The inner products of the trend with some updates.
 
-        Stretch by stretch for all of them: the trend comes from memory once, and not once for each.
+        Piece by piece for all of them: the trend comes from memory once, in order, and not once for
+        each in leaps.
         """
         if not self._steps:
             return [0] * len(updates)
-        bounds = np.arange(0, len(self._sum) + STRETCH, STRETCH)
         sparse = [u for u in updates if u.indices is not None]
-        ends = [np.searchsorted(_indices(u), bounds).tolist() for u in sparse]
-        met = [np.empty(len(u.values), dtype=np.int64) for u in sparse]
-        for number in range(len(bounds) - 1):
-            for update, end, out in zip(sparse, ends, met, strict=True):
-                here = slice(end[number], end[number + 1])
-                out[here] = self._sum.take(_indices(update)[here])
+        met: list[Whole] = [np.empty(len(u.values), dtype=self._sum.dtype) for u in sparse]
+        room: Whole = np.empty(min(CUT, len(self._sum)), dtype=self._sum.dtype)
+        cuts = [Cut(update) for update in sparse]
+        for start in range(0, len(self._sum) if sparse else 0, CUT):
+            here = room[: len(self._sum) - start]
+            here[:] = self._sum[start : start + CUT]
+            for cut, out in zip(cuts, met, strict=True):
+                at, span = cut.piece(start)
+                np.take(here, at, out=out[span], mode="clip")  # `raise` would take a copy
         found = iter([exact_dot(u.values, m) for u, m in zip(sparse, met, strict=True)])
         return [self.product(u) if u.indices is None else next(found) for u in updates]
 
@@ -98,20 +107,13 @@ class Trend:
             return 0
         values = update.values
         if update.indices is not None:
-            return exact_dot(values, self._sum[update.indices].astype(np.int64))
-        parts = [slice(at, at + SEGMENT) for at in range(0, len(values), SEGMENT)]
-        return sum(exact_dot(values[part], self._sum[part].astype(np.int64)) for part in parts)
-
-
-def _indices(update: FixedUpdate) -> Ints:
-    assert update.indices is not None
-    return update.indices
+            return exact_dot(values, self._sum[update.indices])
+        return exact_dot(values, self._sum)
 
 
 def _facts(step: FixedUpdate) -> tuple[int, int]:
     """Its largest value and its square."""
-    largest = magnitude(step.values) if len(step.values) else 0
-    return largest, exact_dot(step.values, step.values)
+    return magnitude(step.values), exact_dot(step.values, step.values)
 
 
 def _same(ours: Sequence[FixedUpdate], theirs: Sequence[FixedUpdate]) -> bool:
