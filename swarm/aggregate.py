@@ -61,6 +61,7 @@ from swarm.fixed_point import (
     pieces,
     rounded_mean,
     scaled,
+    sparse_against,
     summed,
     summed_against,
 )
@@ -216,11 +217,19 @@ def _judge(
     away.
     """
     out, most = set(refused), (len(clipped) - 1) // 2
-    along, trend_squared = _along(trend, clipped)
+    along: list[int] | None = None
     while True:
         kept = [i for i in range(len(clipped)) if i not in out]
         parts = [(clipped[i], 1) for i in kept] or [(scaled(clipped[0], 0), 1)]
-        total, products = summed_against(parts, clipped)
+        if along is not None:
+            total, products = summed_against(parts, clipped)
+        elif isinstance(trend, Trend) and all(u.indices is not None for u in clipped):
+            # The usual case: both products in one pass over the updates.
+            total, products, along = sparse_against(parts, clipped, trend.vector)
+            trend_squared, along = trend.squared, along or [0] * len(clipped)
+        else:
+            total, products = summed_against(parts, clipped)
+            along, trend_squared = _along(trend, clipped)
         scores = _scores(squares, out, products, along, trend_squared)
         if len(out) >= most or len(clipped) < 3:
             return out, scores, total

@@ -34,6 +34,8 @@ VALUE_LIMIT = 2**31  # |value| of an update, in quanta: what int32 holds
 SCALE_ONE = 1 << 16
 SEGMENT = 1 << 15  # coordinates per pass: what fits into a core's L2 cache with its temporaries
 CUT = 1 << 17  # the same for sparse updates, which touch few of them, as int32
+SHORT = 1 << 10  # a segment that is not worth its calls
+RARE = 1000  # fewer than one in so many: copying what is between them is cheaper than a mask
 SPARSE = 10  # below one in so many it is cheaper to sort their places than to look at all
 
 
@@ -106,18 +108,21 @@ def from_codec(size: int, indices: Ints | None, values: Ints, bits: int) -> Fixe
 def exact_dot(a: Whole, b: Whole) -> int:
     """Inner product as a Python int, exact for |a|, |b| < 2**35.
 
-    In segments that stay in the cache. Mostly the values are small enough that a segment's sum of
-    products fits into an int64; else both are cut into halves of 18 bits: |high| <= 2**17 and
-    low < 2**18, so a product is below 2**36 and the sum of a segment below 2**52.
+    In segments so short that their sum of products fits into an int64. Where that would be too
+    short, both are cut into halves of 18 bits: |high| <= 2**17 and low < 2**18, so a product is
+    below 2**36 and the sum of a segment below 2**52.
     """
-    total = 0
+    largest = magnitude(a)
+    product = largest * (largest if a is b else magnitude(b))
+    length, total = ((1 << 63) - 1) // max(product, 1), 0
+    if length >= SHORT:
+        for start in range(0, len(a), length):
+            x, y = a[start : start + length], b[start : start + length]
+            total += int(np.einsum("i,i->", x, y, dtype=np.int64))  # makes no copies of int32
+        return total
     for start in range(0, len(a), SEGMENT):
         x = a[start : start + SEGMENT].astype(np.int64, copy=False)
-        y = x if a is b else b[start : start + SEGMENT].astype(np.int64, copy=False)
-        largest = magnitude(x)
-        if largest * (largest if a is b else magnitude(y)) * len(x) < 1 << 63:
-            total += int(np.dot(x, y))
-            continue
+        y = b[start : start + SEGMENT].astype(np.int64, copy=False)
         x1, x0, y1, y0 = x >> 18, x & 0x3FFFF, y >> 18, y & 0x3FFFF
         middle = int(np.dot(x1, y0)) + int(np.dot(x0, y1))
         total += (int(np.dot(x1, y1)) << 36) + (middle << 18) + int(np.dot(x0, y0))
@@ -190,33 +195,39 @@ def summed_against(
 ) -> tuple[FixedUpdate, list[int]]:
     """The sum of `parts`, and the inner product of each of `others` with it."""
     if all(update.indices is not None for update in (*(part for part, _ in parts), *others)):
-        return _sparse_against(parts, others)
+        total, products, _ = sparse_against(parts, others)
+        return total, products
     size, dense = parts[0][0].size, any(part.indices is None for part, _ in parts)
     whole = np.empty(size if dense else 0, dtype=np.int64)
     found: list[tuple[Whole, Whole]] = []
-    products = Products(others)
-    for start, total in pieces(parts, whole if dense else None):
-        products.add(start, total)
+    against = Products(others)
+    for start, here in pieces(parts, whole if dense else None):
+        against.add(start, here)
         if not dense:
-            kept = true_at(total != 0)
-            found.append((kept + start, total[kept]))
-    return (compact(whole) if dense else _joined(size, found)), products.done()
+            kept = true_at(here != 0)
+            found.append((kept + start, here[kept]))
+    return (compact(whole) if dense else _joined(size, found)), against.done()
 
 
-def _sparse_against(
-    parts: Sequence[tuple[FixedUpdate, int]], others: Sequence[FixedUpdate]
-) -> tuple[FixedUpdate, list[int]]:
-    """`summed_against` where all are sparse, as those of a round mostly are: each is looked at once
-    per piece, and what the sum is where it has values is written down for the inner product."""
+def sparse_against(
+    parts: Sequence[tuple[FixedUpdate, int]],
+    others: Sequence[FixedUpdate],
+    beside: Whole | None = None,
+) -> tuple[FixedUpdate, list[int], list[int]]:
+    """`summed_against` where all are sparse, as those of a round mostly are; and the inner products
+    of `others` with the vector `beside`.
+
+    Each is looked at once per piece, and what the vectors are where it has values is written down
+    for the products.
+    """
     size = parts[0][0].size
     fits = sum(abs(times) * magnitude(part.values) for part, times in parts) < VALUE_LIMIT
-    kind = np.dtype(np.int32 if fits else np.int64)
-    total: Whole = np.empty(min(CUT, size), dtype=kind)
+    total: Whole = np.empty(min(CUT, size), dtype=np.int32 if fits else np.int64)
     mask = np.empty(len(total), dtype=np.bool_)
-    met: list[Whole] = [np.empty(len(update.values), dtype=kind) for update in others]
     cuts = [Cut(update) for update in others]
     known = {id(cut.update): cut for cut in cuts}
     adding = [(known.get(id(part)) or Cut(part), times) for part, times in parts]
+    met, along = Met(others, total.dtype), None if beside is None else Met(others, beside.dtype)
     found: list[tuple[Whole, Whole]] = []
     for start in range(0, size, CUT):
         stop = min(start + CUT, size)
@@ -224,11 +235,12 @@ def _sparse_against(
         here.fill(0)
         for cut, times in adding:
             at, span = cut.piece(start)
-            values = cut.update.values[span].astype(kind, copy=False)
+            values = cut.update.values[span].astype(here.dtype, copy=False)
             np.add.at(here, at, values if times == 1 else times * values)
-        for cut, out in zip(cuts, met, strict=True):
-            at, span = cut.piece(start)
-            np.take(here, at, out=out[span], mode="clip")  # `raise` would take a copy
+        met.note(cuts, start, here)
+        if along is not None and beside is not None:
+            # A copy comes from memory in order; the values themselves are far apart.
+            along.note(cuts, start, beside[start:stop].copy())
         places = [cut.piece(start)[0] for cut, _ in adding]
         if SPARSE * sum(map(len, places)) < len(here):
             kept = _merged(places)
@@ -239,14 +251,31 @@ def _sparse_against(
             kept, values = kept[values != 0], values[values != 0]
         kept += start
         found.append((kept.astype(np.int32), values))
-    products = [exact_dot(u.values, m) for u, m in zip(others, met, strict=True)]
-    return _joined(size, found), products
+    return _joined(size, found), met.products(), [] if along is None else along.products()
+
+
+class Met:
+    """What a vector that comes in pieces is where sparse updates have values."""
+
+    def __init__(self, updates: Sequence[FixedUpdate], kind: np.dtype[Any]) -> None:
+        self._updates = updates
+        self._found: list[Whole] = [np.empty(len(u.values), dtype=kind) for u in updates]
+
+    def note(self, cuts: Sequence[Cut], start: int, piece: Whole) -> None:
+        """A piece of the vector; `cuts` are those of the updates."""
+        for cut, out in zip(cuts, self._found, strict=True):
+            at, span = cut.piece(start)
+            np.take(piece, at, out=out[span], mode="clip")  # `raise` would take a copy
+
+    def products(self) -> list[int]:
+        """The inner products of the updates with the vector."""
+        return [exact_dot(u.values, m) for u, m in zip(self._updates, self._found, strict=True)]
 
 
 def _merged(places: Sequence[Ints]) -> Ints:
     """Ascending lists as one, each number once."""
     every = np.concatenate(places).astype(np.int32)
-    every.sort(kind="stable")  # merges what ascends already
+    every.sort()  # not `stable`: merging what ascends already takes twice as long
     first = np.empty(len(every), dtype=np.bool_)
     first[:1] = True
     np.not_equal(every[1:], every[:-1], out=first[1:])
@@ -353,10 +382,18 @@ def mean_step(total: FixedUpdate, count: int) -> FixedUpdate:
     values = narrow(rounded_mean(total.values, count))
     if total.indices is None:
         return compact(values)
-    if values.all():
-        return FixedUpdate(total.size, total.indices, values)
-    kept = np.flatnonzero(values != 0)  # a mean may be rounded to nothing
-    return FixedUpdate(total.size, total.indices[kept], values[kept])
+    gone = np.flatnonzero(values == 0)  # a mean may be rounded to nothing
+    return FixedUpdate(total.size, _without(total.indices, gone), _without(values, gone))
+
+
+def _without(numbers: Whole, gone: Ints) -> Whole:
+    """Those that are not at these places."""
+    if RARE * len(gone) > len(numbers):
+        return np.delete(numbers, gone)
+    if not len(gone):
+        return numbers
+    first, *rest = np.split(numbers, gone)
+    return np.concatenate([first, *(part[1:] for part in rest)])
 
 
 def narrow(values: Whole) -> Whole:

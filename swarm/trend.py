@@ -80,26 +80,14 @@ class Trend:
             here[at] = met
         self.squared += 2 * sign * product + self._known[id(step)][1]
 
-    def products(self, updates: Sequence[FixedUpdate]) -> list[int]:
-        """The inner products of the trend with some updates.
+    @property
+    def vector(self) -> Whole | None:
+        """The sum; None if that is of no steps."""
+        return self._sum if self._steps else None
 
-        Piece by piece for all of them: the trend comes from memory once, in order, and not once for
-        each in leaps.
-        """
-        if not self._steps:
-            return [0] * len(updates)
-        sparse = [u for u in updates if u.indices is not None]
-        met: list[Whole] = [np.empty(len(u.values), dtype=self._sum.dtype) for u in sparse]
-        room: Whole = np.empty(min(CUT, len(self._sum)), dtype=self._sum.dtype)
-        cuts = [Cut(update) for update in sparse]
-        for start in range(0, len(self._sum) if sparse else 0, CUT):
-            here = room[: len(self._sum) - start]
-            here[:] = self._sum[start : start + CUT]
-            for cut, out in zip(cuts, met, strict=True):
-                at, span = cut.piece(start)
-                np.take(here, at, out=out[span], mode="clip")  # `raise` would take a copy
-        found = iter([exact_dot(u.values, m) for u, m in zip(sparse, met, strict=True)])
-        return [self.product(u) if u.indices is None else next(found) for u in updates]
+    def products(self, updates: Sequence[FixedUpdate]) -> list[int]:
+        """The inner products of the trend with some updates."""
+        return [self.product(update) for update in updates]
 
     def product(self, update: FixedUpdate) -> int:
         """The inner product of the trend with an update."""

@@ -24,6 +24,7 @@ from protocol.codec.sections import Bytes
 MANTISSA_BITS = 2
 MAX_SHIFT = 28  # a gap has at most 31 bits
 MAX_CLASS = (MAX_SHIFT << MANTISSA_BITS) + (2 << MANTISSA_BITS) - 1
+_SEGMENT = 1 << 15  # gaps per pass: they stay in the cache
 _NONE = np.zeros(0, dtype=np.uint8)
 
 
@@ -56,36 +57,55 @@ def class_shifts(classes: Bytes) -> Bytes:
 
 def unpack_gaps(classes: Bytes, shifts: Bytes, low: Bytes, size: int) -> Int32s:
     """Indices, strictly increasing by construction, checked to be below `size`."""
-    gaps = (classes - (shifts << MANTISSA_BITS)).astype(np.uint32)
-    gaps <<= shifts
-    bits, start = np.unpackbits(low, bitorder="little"), 0
+    bits = np.unpackbits(low, bitorder="little")
+    bits_of = [width * count for width, count in enumerate(_counts(shifts), start=1)]
+    starts = [sum(bits_of[:number]) for number in range(len(bits_of))]
+    if bits[sum(bits_of) :].any():
+        raise CorruptPayloadError("padding bits are not zero")
+    indices, last = np.empty(len(classes), dtype=np.int32), -1
+    for first in range(0, len(classes), _SEGMENT):
+        segment = slice(first, first + _SEGMENT)
+        shift = shifts[segment]
+        gaps = (classes[segment] - (shift << MANTISSA_BITS)).astype(np.uint32)
+        gaps <<= shift
+        gaps |= _low_bits(shift, bits, starts)
+        gaps += 1  # from one index to the next
+        here = indices[segment]
+        most = last + int(gaps.sum(dtype=np.int64))
+        if most >= size:
+            raise CorruptPayloadError(f"index {most} of {size} coordinates")
+        np.cumsum(gaps.view(np.int32), out=here)  # each below `size`, hence none is too large
+        here += last
+        last = most
+    return indices
+
+
+def _low_bits(shifts: Bytes, bits: Bytes, starts: list[int]) -> NDArray[Any]:
+    """The low bits of gaps. Those of each width begin in `bits` where `starts` says; it is moved
+    on."""
     order, counts = _by_width(shifts)
     parts: list[NDArray[Any]] = [_NONE]
     for width, count in enumerate(counts, start=1):
-        stop = start + width * count
+        start = starts[width - 1]
+        starts[width - 1] = stop = start + width * count
         parts.append(_of_bits(bits[start:stop].reshape(count, width)))
-        start = stop
     found = np.concatenate(parts)
-    below = np.zeros(len(gaps), dtype=found.dtype)
+    below = np.zeros(len(shifts), dtype=found.dtype)
     below[order] = found
-    gaps |= below
-    if bits[start:].any():
-        raise CorruptPayloadError("padding bits are not zero")
-    last = int(gaps.sum(dtype=np.int64)) + len(gaps) - 1
-    if last >= size:
-        raise CorruptPayloadError(f"index {last} of {size} coordinates")
-    gaps += 1
-    indices = np.cumsum(gaps, dtype=np.int32)  # below `size`, hence none is too large
-    indices -= 1
-    return indices
+    return below
 
 
 def _by_width(shifts: Bytes) -> tuple[Int64s, list[int]]:
     """The gaps that have low bits, in the order of those; how many have 1, 2, ..."""
-    widest = int(shifts.max(initial=0))
-    counts = [int(np.count_nonzero(shifts == width)) for width in range(1, widest + 1)]
+    counts = _counts(shifts)
     order = np.argsort(shifts, kind="stable")  # of bytes numpy makes a radix sort
     return order[len(shifts) - sum(counts) :], counts
+
+
+def _counts(shifts: Bytes) -> list[int]:
+    """How many have 1, 2, ... low bits."""
+    widest = int(shifts.max(initial=0))
+    return [int(np.count_nonzero(shifts == width)) for width in range(1, widest + 1)]
 
 
 def _bits_of(numbers: NDArray[np.uint32], width: int) -> Bytes:
