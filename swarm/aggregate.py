@@ -265,7 +265,7 @@ def aggregate(
     if not updates:
         raise ValueError("nothing to aggregate")
     past = list(past_scores) or [()] * len(updates)
-    squares = [exact_dot(update.values, update.values) for update in updates]
+    squares = [update.squared for update in updates]
     norms = [isqrt(square) for square in squares]
     median_norm = lower_median(norms)
     reference = max(median_norm, lower_median(recent_norms) if recent_norms else 0)
@@ -279,10 +279,7 @@ def aggregate(
     if rule is Rule.AGREE:
         longest = max(reference, recent_norms[-1] if recent_norms else 0) * REFUSE_X16 // 16
         oversized = {i for i, length in enumerate(norms) if length > longest}
-        squares = [
-            square if scale == SCALE_ONE else exact_dot(update.values, update.values)
-            for square, scale, update in zip(squares, scales, clipped, strict=True)
-        ]
+        squares = [update.squared for update in clipped]
         out, scores, total = _judge(clipped, squares, oversized, trend, past)
         scales = [0 if i in out else scale for i, scale in enumerate(scales)]
         # A scale of 0 is an update clipped to nothing: it is not counted either.

@@ -14,6 +14,7 @@ from __future__ import annotations
 
 from collections.abc import Iterator, Sequence
 from dataclasses import dataclass
+from functools import cached_property
 from math import isqrt
 from typing import Any
 
@@ -54,6 +55,16 @@ class FixedUpdate:
     size: int
     indices: Whole | None
     values: Whole
+
+    @cached_property
+    def largest(self) -> int:
+        """The largest magnitude."""
+        return magnitude(self.values)
+
+    @cached_property
+    def squared(self) -> int:
+        """The inner product with itself."""
+        return exact_dot(self.values, self.values, self.largest**2)
 
     def dense(self) -> Ints:
         if self.indices is None:
@@ -105,16 +116,17 @@ def from_codec(size: int, indices: Ints | None, values: Ints, bits: int) -> Fixe
     return checked(FixedUpdate(size, indices, rounded_mean(values.astype(np.int64), unit)), size)
 
 
-def exact_dot(a: Whole, b: Whole) -> int:
-    """Inner product as a Python int, exact for |a|, |b| < 2**35.
+def exact_dot(a: Whole, b: Whole, largest: int | None = None) -> int:
+    """Inner product as a Python int, exact for |a|, |b| < 2**35. `largest`, if it is known, is what
+    no product of two values exceeds.
 
     In segments so short that their sum of products fits into an int64. Where that would be too
     short, both are cut into halves of 18 bits: |high| <= 2**17 and low < 2**18, so a product is
     below 2**36 and the sum of a segment below 2**52.
     """
-    largest = magnitude(a)
-    product = largest * (largest if a is b else magnitude(b))
-    length, total = ((1 << 63) - 1) // max(product, 1), 0
+    if largest is None:
+        largest = magnitude(a) * magnitude(b)
+    length, total = ((1 << 63) - 1) // max(largest, 1), 0
     if length >= SHORT:
         for start in range(0, len(a), length):
             x, y = a[start : start + length], b[start : start + length]
@@ -135,7 +147,7 @@ def magnitude(values: Whole) -> int:
 
 def norm(update: FixedUpdate) -> int:
     """Euclidean norm in quanta, rounded down."""
-    return isqrt(exact_dot(update.values, update.values))
+    return isqrt(update.squared)
 
 
 def scaled(update: FixedUpdate, scale: int) -> FixedUpdate:
@@ -221,8 +233,8 @@ def sparse_against(
     for the products.
     """
     size = parts[0][0].size
-    fits = sum(abs(times) * magnitude(part.values) for part, times in parts) < VALUE_LIMIT
-    total: Whole = np.empty(min(CUT, size), dtype=np.int32 if fits else np.int64)
+    most = sum(abs(times) * part.largest for part, times in parts)
+    total: Whole = np.empty(min(CUT, size), dtype=np.int32 if most < VALUE_LIMIT else np.int64)
     mask = np.empty(len(total), dtype=np.bool_)
     cuts = [Cut(update) for update in others]
     known = {id(cut.update): cut for cut in cuts}
@@ -251,7 +263,7 @@ def sparse_against(
             kept, values = kept[values != 0], values[values != 0]
         kept += start
         found.append((kept.astype(np.int32), values))
-    return _joined(size, found), met.products(), [] if along is None else along.products()
+    return _joined(size, found), met.products(most), [] if along is None else along.products()
 
 
 class Met:
@@ -267,9 +279,13 @@ class Met:
             at, span = cut.piece(start)
             np.take(piece, at, out=out[span], mode="clip")  # `raise` would take a copy
 
-    def products(self) -> list[int]:
-        """The inner products of the updates with the vector."""
-        return [exact_dot(u.values, m) for u, m in zip(self._updates, self._found, strict=True)]
+    def products(self, most: int | None = None) -> list[int]:
+        """The inner products of the updates with the vector, of which no value exceeds `most`."""
+        products = []
+        for update, met in zip(self._updates, self._found, strict=True):
+            largest = update.largest * (magnitude(met) if most is None else most)
+            products.append(exact_dot(update.values, met, largest))
+        return products
 
 
 def _merged(places: Sequence[Ints]) -> Ints:
@@ -414,7 +430,7 @@ def apply_step(
     new, whole = np.empty_like(consensus) if room is None else room, True
     if delta.indices is not None:
         cut, values = Cut(delta), narrow(delta.values)
-        largest = magnitude(values)
+        largest = delta.largest
         for start in range(0, len(consensus), CUT):
             here = new[start : start + CUT]
             here[:] = consensus[start : start + CUT]
@@ -465,7 +481,7 @@ def weights_digest(consensus: Quanta) -> bytes:
     """The name of a consensus: BLAKE3 over its little-endian int32 values."""
     state = blake3(b"blockswarm weights 2")
     state.update(len(consensus).to_bytes(8, "big"))
-    state.update(np.ascontiguousarray(consensus, dtype="<i4").view(np.uint8).data)
+    state.update(_little_endian(consensus))
     return state.digest()
 
 
@@ -477,12 +493,19 @@ def step_digest(delta: FixedUpdate) -> bytes:
     elif not delta.values.all():
         kept = np.flatnonzero(delta.values)
         short = FixedUpdate(delta.size, delta.indices[kept], delta.values[kept])
-    state = blake3(b"blockswarm step 2")
+    state = blake3(b"blockswarm step 3")
     state.update(delta.size.to_bytes(8, "big"))
     state.update(b"dense" if short.indices is None else b"sparse")
     for numbers in (short.indices, short.values):
-        for start in range(0, 0 if numbers is None else len(numbers), SEGMENT):
-            assert numbers is not None
-            part = np.ascontiguousarray(numbers[start : start + SEGMENT], dtype="<i8")
-            state.update(part.view(np.uint8).data)
+        if numbers is not None:
+            state.update(_little_endian(numbers))
     return state.digest()
+
+
+def _little_endian(numbers: Whole) -> memoryview:
+    """As int32, which holds every weight, every index and every value of a step."""
+    if numbers.dtype.itemsize > 4 and len(numbers):
+        lowest, highest = int(numbers.min()), int(numbers.max())
+        if not -VALUE_LIMIT <= lowest <= highest < VALUE_LIMIT:
+            raise ValueError(f"{lowest} to {highest}: no step has such values")
+    return np.ascontiguousarray(numbers, dtype="<i4").view(np.uint8).data

@@ -23,7 +23,6 @@ from swarm.fixed_point import (
     Whole,
     add_into,
     exact_dot,
-    magnitude,
 )
 
 CHEAPER = 4  # more steps than this to forget at once: adding up again is cheaper
@@ -37,24 +36,20 @@ class Trend:
         self.squared = 0
         self._steps: tuple[FixedUpdate, ...] = ()
         self._sum: Quanta | Ints = np.zeros(0, dtype=np.int32)  # int64 if it could be too large
-        self._known: dict[int, tuple[int, int]] = {}  # by the step's id: largest value, square
 
     def follow(self, steps: Sequence[FixedUpdate]) -> None:
         """Be the sum of these steps."""
         steps = tuple(steps)
-        # Of those that we hold already, whose ids therefore nothing else can have, it is known.
-        self._known = {id(s): self._known.get(id(s)) or _facts(s) for s in steps + self._steps}
         gone = len(self._steps) - len(steps) + 1
         goes_on = 0 <= gone < len(self._steps) and gone <= CHEAPER
         wide = self._sum.dtype == np.int64
-        fits = sum(self._known[id(s)][0] for s in steps + self._steps[: max(gone, 0)]) < VALUE_LIMIT
+        fits = sum(s.largest for s in steps + self._steps[: max(gone, 0)]) < VALUE_LIMIT
         if goes_on and (fits or wide) and _same(self._steps[gone:], steps[:-1]):
             self._add(steps[-1], 1)
             for step in self._steps[:gone]:
                 self._add(step, -1)
         elif not _same(self._steps, steps):
             self._begin(steps, fits)
-        self._known = {id(s): self._known[id(s)] for s in steps}
         self._steps = steps
 
     def _begin(self, steps: Sequence[FixedUpdate], fits: bool) -> None:
@@ -78,7 +73,7 @@ class Trend:
             else:
                 met -= values
             here[at] = met
-        self.squared += 2 * sign * product + self._known[id(step)][1]
+        self.squared += 2 * sign * product + step.squared
 
     @property
     def vector(self) -> Whole | None:
@@ -97,11 +92,6 @@ class Trend:
         if update.indices is not None:
             return exact_dot(values, self._sum[update.indices])
         return exact_dot(values, self._sum)
-
-
-def _facts(step: FixedUpdate) -> tuple[int, int]:
-    """Its largest value and its square."""
-    return magnitude(step.values), exact_dot(step.values, step.values)
 
 
 def _same(ours: Sequence[FixedUpdate], theirs: Sequence[FixedUpdate]) -> bool:
