@@ -24,7 +24,7 @@ from protocol.codec.sections import Bytes
 MANTISSA_BITS = 2
 MAX_SHIFT = 28  # a gap has at most 31 bits
 MAX_CLASS = (MAX_SHIFT << MANTISSA_BITS) + (2 << MANTISSA_BITS) - 1
-_SEGMENT = 1 << 15  # gaps per pass: they stay in the cache
+_SEGMENT = 1 << 16  # gaps per pass: they stay in the cache
 _NONE = np.zeros(0, dtype=np.uint8)
 
 
