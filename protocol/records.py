@@ -289,5 +289,10 @@ def _read(body: bytes, peer_id: bytes) -> tuple[Record, bytes]:
 
 def check_signature(signed: SignedRecord) -> None:
     message = signed_bytes(signed.key, signed.subkey, body_of(signed.value), signed.expiration_s)
-    if not identities.verify(signed.peer_id, signed.value[-SIGNATURE_BYTES:], message):
+    if not _is_signed(signed.peer_id, signed.value[-SIGNATURE_BYTES:], message):
         raise BadSignature("the subkey's owner did not sign this record")
+
+
+@lru_cache(256)  # a record comes from its owner and from others: it is proven once
+def _is_signed(peer_id: bytes, signature: bytes, message: bytes) -> bool:
+    return identities.verify(peer_id, signature, message)

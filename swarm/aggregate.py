@@ -61,6 +61,7 @@ from swarm.fixed_point import (
     pieces,
     rounded_mean,
     scaled,
+    sparse_against,
     summed,
     summed_against,
 )
@@ -216,11 +217,19 @@ def _judge(
     away.
     """
     out, most = set(refused), (len(clipped) - 1) // 2
-    along, trend_squared = _along(trend, clipped)
+    along: list[int] | None = None
     while True:
         kept = [i for i in range(len(clipped)) if i not in out]
         parts = [(clipped[i], 1) for i in kept] or [(scaled(clipped[0], 0), 1)]
-        total, products = summed_against(parts, clipped)
+        if along is not None:
+            total, products = summed_against(parts, clipped)
+        elif isinstance(trend, Trend) and all(u.indices is not None for u in clipped):
+            # The usual case: both products in one pass over the updates.
+            total, products, along = sparse_against(parts, clipped, trend.vector)
+            trend_squared, along = trend.squared, along or [0] * len(clipped)
+        else:
+            total, products = summed_against(parts, clipped)
+            along, trend_squared = _along(trend, clipped)
         scores = _scores(squares, out, products, along, trend_squared)
         if len(out) >= most or len(clipped) < 3:
             return out, scores, total
@@ -256,7 +265,7 @@ def aggregate(
     if not updates:
         raise ValueError("nothing to aggregate")
     past = list(past_scores) or [()] * len(updates)
-    squares = [exact_dot(update.values, update.values) for update in updates]
+    squares = [update.squared for update in updates]
     norms = [isqrt(square) for square in squares]
     median_norm = lower_median(norms)
     reference = max(median_norm, lower_median(recent_norms) if recent_norms else 0)
@@ -270,10 +279,7 @@ def aggregate(
     if rule is Rule.AGREE:
         longest = max(reference, recent_norms[-1] if recent_norms else 0) * REFUSE_X16 // 16
         oversized = {i for i, length in enumerate(norms) if length > longest}
-        squares = [
-            square if scale == SCALE_ONE else exact_dot(update.values, update.values)
-            for square, scale, update in zip(squares, scales, clipped, strict=True)
-        ]
+        squares = [update.squared for update in clipped]
         out, scores, total = _judge(clipped, squares, oversized, trend, past)
         scales = [0 if i in out else scale for i, scale in enumerate(scales)]
         # A scale of 0 is an update clipped to nothing: it is not counted either.

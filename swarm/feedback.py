@@ -34,6 +34,7 @@ from swarm.fixed_point import (
     FixedUpdate,
     Ints,
     Quanta,
+    Whole,
     add_into,
     compact,
     scaled,
@@ -107,9 +108,10 @@ class Unsent:
 def _take_out(update: FixedUpdate, start: int, out: Floats) -> None:
     """Subtract from the coordinates of a vector that begin at `start`."""
     here = slice(start, start + len(out))
-    at: slice | Ints = slice(None)
+    at: slice | Whole = slice(None)
     if update.indices is not None:
-        here = slice(*np.searchsorted(update.indices, [here.start, here.stop]))
+        ends = np.array([here.start, here.stop], dtype=update.indices.dtype)  # else all are cast
+        here = slice(*np.searchsorted(update.indices, ends))
         at = update.indices[here] - start
     out[at] -= (update.values[here] * 2.0**-QUANTUM_BITS).astype(np.float32)
 

@@ -14,7 +14,9 @@ from __future__ import annotations
 
 from collections.abc import Iterator, Sequence
 from dataclasses import dataclass
+from functools import cached_property
 from math import isqrt
+from typing import Any
 
 import numpy as np
 import numpy.typing as npt
@@ -24,6 +26,7 @@ from protocol.codec.selection import true_at
 from protocol.errors import WireError
 
 Ints = npt.NDArray[np.int64]
+Whole = npt.NDArray[np.signedinteger[Any]]  # int32, or int64 where it must be
 Quanta = npt.NDArray[np.int32]
 Floats = npt.NDArray[np.float32]
 
@@ -31,7 +34,9 @@ QUANTUM_BITS = 24
 VALUE_LIMIT = 2**31  # |value| of an update, in quanta: what int32 holds
 SCALE_ONE = 1 << 16
 SEGMENT = 1 << 15  # coordinates per pass: what fits into a core's L2 cache with its temporaries
-CUT = 1 << 17  # the same for sparse updates, which touch few of them
+CUT = 1 << 17  # the same for sparse updates, which touch few of them, as int32
+SHORT = 1 << 10  # a segment that is not worth its calls
+RARE = 1000  # fewer than one in so many: copying what is between them is cheaper than a mask
 SPARSE = 10  # below one in so many it is cheaper to sort their places than to look at all
 
 
@@ -41,15 +46,29 @@ class UpdateError(WireError):
 
 @dataclass(frozen=True, eq=False)
 class FixedUpdate:
-    """A vector of `size` coordinates in quanta: all of them, or only those at `indices`."""
+    """A vector of `size` coordinates in quanta: all of them, or only those at `indices`.
+
+    Of int32 where they come from a codec: half the memory, and half the time that goes into moving
+    it. So whoever computes with them must see that the result fits.
+    """
 
     size: int
-    indices: Ints | None
-    values: Ints
+    indices: Whole | None
+    values: Whole
+
+    @cached_property
+    def largest(self) -> int:
+        """The largest magnitude."""
+        return magnitude(self.values)
+
+    @cached_property
+    def squared(self) -> int:
+        """The inner product with itself."""
+        return exact_dot(self.values, self.values, self.largest**2)
 
     def dense(self) -> Ints:
         if self.indices is None:
-            return self.values
+            return self.values.astype(np.int64, copy=False)
         out = np.zeros(self.size, dtype=np.int64)
         out[self.indices] = self.values
         return out
@@ -74,11 +93,13 @@ def checked(update: FixedUpdate, size: int) -> FixedUpdate:
         if indices.ndim != 1 or indices.dtype.kind != "i" or len(indices) != len(values):
             raise UpdateError("update indices do not match its values")
         if len(indices) and (
-            int(indices[0]) < 0 or int(indices[-1]) >= size or bool(np.any(np.diff(indices) <= 0))
+            int(indices[0]) < 0
+            or int(indices[-1]) >= min(size, VALUE_LIMIT)
+            or bool(np.any(indices[1:] <= indices[:-1]))
         ):
             raise UpdateError("update indices are not ascending within the block")
-        indices = indices.astype(np.int64, copy=False)
-    return FixedUpdate(size, indices, values.astype(np.int64, copy=False))
+        indices = indices.astype(np.int32, copy=False)
+    return FixedUpdate(size, indices, values.astype(np.int32, copy=False))
 
 
 def from_codec(size: int, indices: Ints | None, values: Ints, bits: int) -> FixedUpdate:
@@ -95,52 +116,58 @@ def from_codec(size: int, indices: Ints | None, values: Ints, bits: int) -> Fixe
     return checked(FixedUpdate(size, indices, rounded_mean(values.astype(np.int64), unit)), size)
 
 
-def exact_dot(a: Ints, b: Ints) -> int:
-    """Inner product as a Python int, exact for |a|, |b| < 2**35.
+def exact_dot(a: Whole, b: Whole, largest: int | None = None) -> int:
+    """Inner product as a Python int, exact for |a|, |b| < 2**35. `largest`, if it is known, is what
+    no product of two values exceeds.
 
-    In segments that stay in the cache. Mostly the values are small enough that a segment's sum of
-    products fits into an int64; else both are cut into halves of 18 bits: |high| <= 2**17 and
-    low < 2**18, so a product is below 2**36 and the sum of a segment below 2**52.
+    In segments so short that their sum of products fits into an int64. Where that would be too
+    short, both are cut into halves of 18 bits: |high| <= 2**17 and low < 2**18, so a product is
+    below 2**36 and the sum of a segment below 2**52.
     """
-    total = 0
+    if largest is None:
+        largest = magnitude(a) * magnitude(b)
+    length, total = ((1 << 63) - 1) // max(largest, 1), 0
+    if length >= SHORT:
+        for start in range(0, len(a), length):
+            x, y = a[start : start + length], b[start : start + length]
+            total += int(np.einsum("i,i->", x, y, dtype=np.int64))  # makes no copies of int32
+        return total
     for start in range(0, len(a), SEGMENT):
-        x, y = a[start : start + SEGMENT], b[start : start + SEGMENT]
-        largest = magnitude(x)
-        if largest * (largest if a is b else magnitude(y)) * len(x) < 1 << 63:
-            total += int(np.dot(x, y))
-            continue
+        x = a[start : start + SEGMENT].astype(np.int64, copy=False)
+        y = b[start : start + SEGMENT].astype(np.int64, copy=False)
         x1, x0, y1, y0 = x >> 18, x & 0x3FFFF, y >> 18, y & 0x3FFFF
         middle = int(np.dot(x1, y0)) + int(np.dot(x0, y1))
         total += (int(np.dot(x1, y1)) << 36) + (middle << 18) + int(np.dot(x0, y0))
     return total
 
 
-def magnitude(values: Ints) -> int:
-    return max(int(values.max()), -int(values.min()))
+def magnitude(values: Whole) -> int:
+    return max(int(values.max()), -int(values.min())) if len(values) else 0
 
 
 def norm(update: FixedUpdate) -> int:
     """Euclidean norm in quanta, rounded down."""
-    return isqrt(exact_dot(update.values, update.values))
+    return isqrt(update.squared)
 
 
 def scaled(update: FixedUpdate, scale: int) -> FixedUpdate:
-    """update * scale / 65536, rounded toward zero: never longer than asked."""
+    """update * scale / 65536, rounded toward zero: never longer than asked (at most 65536)."""
     if scale == SCALE_ONE:
         return update
-    values = np.empty(len(update.values), dtype=np.int64)
+    values = np.empty(len(update.values), dtype=update.values.dtype)
     for start in range(0, len(values), SEGMENT):
-        part, out = update.values[start : start + SEGMENT], values[start : start + SEGMENT]
-        np.abs(part, out=out)
-        out *= scale
-        out >>= 16
-        np.negative(out, out=out, where=part < 0)
+        part = update.values[start : start + SEGMENT]
+        less = np.abs(part.astype(np.int64, copy=False))
+        less *= scale
+        less >>= 16
+        np.negative(less, out=less, where=part < 0)
+        values[start : start + SEGMENT] = less
     return FixedUpdate(update.size, update.indices, values)
 
 
-def rounded_mean(total: Ints, count: int) -> Ints:
+def rounded_mean(total: Whole, count: int) -> Whole:
     """total / count, halves away from zero: symmetric, so that no drift builds up over rounds."""
-    result = np.empty_like(total)
+    result: Whole = np.empty_like(total)
     for start in range(0, len(total), SEGMENT):
         part, out = total[start : start + SEGMENT], result[start : start + SEGMENT]
         if magnitude(part) < 1 << 51:
@@ -167,7 +194,7 @@ def add_into(total: Ints, update: FixedUpdate, times: int = 1) -> None:
     elif times == -1:
         total[at] -= update.values
     else:
-        total[at] += times * update.values
+        total[at] += times * update.values.astype(np.int64, copy=False)
 
 
 def summed(parts: Sequence[tuple[FixedUpdate, int]]) -> FixedUpdate:
@@ -180,61 +207,91 @@ def summed_against(
 ) -> tuple[FixedUpdate, list[int]]:
     """The sum of `parts`, and the inner product of each of `others` with it."""
     if all(update.indices is not None for update in (*(part for part, _ in parts), *others)):
-        return _sparse_against(parts, others)
+        total, products, _ = sparse_against(parts, others)
+        return total, products
     size, dense = parts[0][0].size, any(part.indices is None for part, _ in parts)
     whole = np.empty(size if dense else 0, dtype=np.int64)
-    found: list[tuple[Ints, Ints]] = []
-    products = Products(others)
-    for start, total in pieces(parts, whole if dense else None):
-        products.add(start, total)
+    found: list[tuple[Whole, Whole]] = []
+    against = Products(others)
+    for start, here in pieces(parts, whole if dense else None):
+        against.add(start, here)
         if not dense:
-            kept = true_at(total != 0)
-            found.append((kept + start, total[kept]))
-    return (compact(whole) if dense else _joined(size, found)), products.done()
+            kept = true_at(here != 0)
+            found.append((kept + start, here[kept]))
+    return (compact(whole) if dense else _joined(size, found)), against.done()
 
 
-def _sparse_against(
-    parts: Sequence[tuple[FixedUpdate, int]], others: Sequence[FixedUpdate]
-) -> tuple[FixedUpdate, list[int]]:
-    """`summed_against` where all are sparse, as those of a round mostly are: each is looked at once
-    per piece, and what the sum is where it has values is written down for the inner product."""
+def sparse_against(
+    parts: Sequence[tuple[FixedUpdate, int]],
+    others: Sequence[FixedUpdate],
+    beside: Whole | None = None,
+) -> tuple[FixedUpdate, list[int], list[int]]:
+    """`summed_against` where all are sparse, as those of a round mostly are; and the inner products
+    of `others` with the vector `beside`.
+
+    Each is looked at once per piece, and what the vectors are where it has values is written down
+    for the products.
+    """
     size = parts[0][0].size
-    total = np.empty(min(CUT, size), dtype=np.int64)
+    most = sum(abs(times) * part.largest for part, times in parts)
+    total: Whole = np.empty(min(CUT, size), dtype=np.int32 if most < VALUE_LIMIT else np.int64)
     mask = np.empty(len(total), dtype=np.bool_)
-    met = [np.empty(len(update.values), dtype=np.int64) for update in others]
     cuts = [Cut(update) for update in others]
     known = {id(cut.update): cut for cut in cuts}
     adding = [(known.get(id(part)) or Cut(part), times) for part, times in parts]
-    found: list[tuple[Ints, Ints]] = []
+    met, along = Met(others, total.dtype), None if beside is None else Met(others, beside.dtype)
+    found: list[tuple[Whole, Whole]] = []
     for start in range(0, size, CUT):
         stop = min(start + CUT, size)
         here, some = total[: stop - start], mask[: stop - start]
         here.fill(0)
         for cut, times in adding:
             at, span = cut.piece(start)
-            values = cut.update.values[span]
+            values = cut.update.values[span].astype(here.dtype, copy=False)
             np.add.at(here, at, values if times == 1 else times * values)
-        for cut, out in zip(cuts, met, strict=True):
-            at, span = cut.piece(start)
-            np.take(here, at, out=out[span], mode="clip")  # `raise` would take a copy
+        met.note(cuts, start, here)
+        if along is not None and beside is not None:
+            # A copy comes from memory in order; the values themselves are far apart.
+            along.note(cuts, start, beside[start:stop].copy())
         places = [cut.piece(start)[0] for cut, _ in adding]
         if SPARSE * sum(map(len, places)) < len(here):
             kept = _merged(places)
         else:
             kept = true_at(np.not_equal(here, 0, out=some))
-        values = here[kept]
+        values = here.take(kept)
         if not values.all():  # they cancel
             kept, values = kept[values != 0], values[values != 0]
         kept += start
-        found.append((kept, values))
-    products = [exact_dot(u.values, m) for u, m in zip(others, met, strict=True)]
-    return _joined(size, found), products
+        found.append((kept.astype(np.int32), values))
+    return _joined(size, found), met.products(most), [] if along is None else along.products()
+
+
+class Met:
+    """What a vector that comes in pieces is where sparse updates have values."""
+
+    def __init__(self, updates: Sequence[FixedUpdate], kind: np.dtype[Any]) -> None:
+        self._updates = updates
+        self._found: list[Whole] = [np.empty(len(u.values), dtype=kind) for u in updates]
+
+    def note(self, cuts: Sequence[Cut], start: int, piece: Whole) -> None:
+        """A piece of the vector; `cuts` are those of the updates."""
+        for cut, out in zip(cuts, self._found, strict=True):
+            at, span = cut.piece(start)
+            np.take(piece, at, out=out[span], mode="clip")  # `raise` would take a copy
+
+    def products(self, most: int | None = None) -> list[int]:
+        """The inner products of the updates with the vector, of which no value exceeds `most`."""
+        products = []
+        for update, met in zip(self._updates, self._found, strict=True):
+            largest = update.largest * (magnitude(met) if most is None else most)
+            products.append(exact_dot(update.values, met, largest))
+        return products
 
 
 def _merged(places: Sequence[Ints]) -> Ints:
     """Ascending lists as one, each number once."""
     every = np.concatenate(places).astype(np.int32)
-    every.sort(kind="stable")  # merges what ascends already
+    every.sort()  # not `stable`: merging what ascends already takes twice as long
     first = np.empty(len(every), dtype=np.bool_)
     first[:1] = True
     np.not_equal(every[1:], every[:-1], out=first[1:])
@@ -255,7 +312,8 @@ class Cut:
             assert self.update.indices is not None
             number = start // CUT
             self._span = slice(self._ends[number], self._ends[number + 1])
-            self._start, self._at = start, self.update.indices[self._span] - start
+            self._start, self._at = start, self.update.indices[self._span].astype(np.int64)
+            self._at -= start
         return self._at, self._span
 
 
@@ -313,21 +371,23 @@ def _ends(update: FixedUpdate) -> list[int]:
     """Where each piece of a sparse update begins, and the last one ends."""
     if update.indices is None:
         return []
-    bounds = np.arange(0, update.size + CUT, CUT)
-    ends: list[int] = np.searchsorted(update.indices, bounds).tolist()
+    bounds = np.minimum(np.arange(0, update.size + CUT, CUT), update.size)
+    found = np.searchsorted(update.indices, bounds.astype(update.indices.dtype))
+    ends: list[int] = found.tolist()
     return ends
 
 
-def _joined(size: int, found: Sequence[tuple[Ints, Ints]]) -> FixedUpdate:
-    indices = np.concatenate([at for at, _ in found]) if found else np.zeros(0, dtype=np.int64)
-    values = np.concatenate([v for _, v in found]) if found else np.zeros(0, dtype=np.int64)
-    sparse = FixedUpdate(size, indices.astype(np.int64, copy=False), values)
+def _joined(size: int, found: Sequence[tuple[Whole, Whole]]) -> FixedUpdate:
+    nothing = np.zeros(0, dtype=np.int32)
+    indices = np.concatenate([at for at, _ in found]) if found else nothing
+    values = np.concatenate([v for _, v in found]) if found else nothing
+    sparse = FixedUpdate(size, indices.astype(np.int32, copy=False), values)
     return sparse if 2 * len(indices) < size else FixedUpdate(size, None, sparse.dense())
 
 
-def compact(dense: Ints) -> FixedUpdate:
+def compact(dense: Whole) -> FixedUpdate:
     """The shorter of the two forms of a dense vector (an index costs as much as a value)."""
-    indices = np.flatnonzero(dense != 0).astype(np.int64, copy=False)
+    indices = np.flatnonzero(dense != 0).astype(np.int32)
     if 2 * len(indices) < len(dense):
         return FixedUpdate(len(dense), indices, dense[indices])
     return FixedUpdate(len(dense), None, dense)
@@ -335,13 +395,27 @@ def compact(dense: Ints) -> FixedUpdate:
 
 def mean_step(total: FixedUpdate, count: int) -> FixedUpdate:
     """The rounded mean of a sum of updates, in its shorter form."""
-    values = rounded_mean(total.values, count)
+    values = narrow(rounded_mean(total.values, count))
     if total.indices is None:
         return compact(values)
-    if values.all():
-        return FixedUpdate(total.size, total.indices, values)
-    kept = np.flatnonzero(values != 0)  # a mean may be rounded to nothing
-    return FixedUpdate(total.size, total.indices[kept], values[kept])
+    gone = np.flatnonzero(values == 0)  # a mean may be rounded to nothing
+    return FixedUpdate(total.size, _without(total.indices, gone), _without(values, gone))
+
+
+def _without(numbers: Whole, gone: Ints) -> Whole:
+    """Those that are not at these places."""
+    if RARE * len(gone) > len(numbers):
+        return np.delete(numbers, gone)
+    if not len(gone):
+        return numbers
+    first, *rest = np.split(numbers, gone)
+    return np.concatenate([first, *(part[1:] for part in rest)])
+
+
+def narrow(values: Whole) -> Whole:
+    """As int32, if they fit."""
+    fits = values.dtype != np.int32 and magnitude(values) < VALUE_LIMIT
+    return values.astype(np.int32) if fits else values
 
 
 def apply_step(
@@ -355,22 +429,27 @@ def apply_step(
     edge = VALUE_LIMIT - 1
     new, whole = np.empty_like(consensus) if room is None else room, True
     if delta.indices is not None:
-        cut = Cut(delta)
+        cut, values = Cut(delta), narrow(delta.values)
+        largest = delta.largest
         for start in range(0, len(consensus), CUT):
             here = new[start : start + CUT]
             here[:] = consensus[start : start + CUT]
             at, span = cut.piece(start)
-            after = here.take(at, mode="clip") + delta.values[span]  # int64
-            if len(at) and magnitude(after) > edge:
-                whole = False
+            after: Whole = here.take(at, mode="clip")
+            if magnitude(after) + largest <= edge:
+                after += values[span]
+            else:
+                after = after + values[span].astype(np.int64)
+                whole = whole and magnitude(after) <= edge
                 np.clip(after, -edge, edge, out=after)
-            here[at] = after.astype(np.int32)
+            here[at] = after
         if whole:
-            return new, delta
+            return new, FixedUpdate(delta.size, delta.indices, values)
         changed = new[delta.indices].astype(np.int64) - consensus[delta.indices]
         return new, compact(FixedUpdate(delta.size, delta.indices, changed).dense())
     for start in range(0, len(consensus), SEGMENT):
-        part = consensus[start : start + SEGMENT] + delta.values[start : start + SEGMENT]
+        part = consensus[start : start + SEGMENT].astype(np.int64)
+        part += delta.values[start : start + SEGMENT]
         whole = whole and magnitude(part) <= edge
         new[start : start + SEGMENT] = np.clip(part, -edge, edge)
     return new, delta if whole else compact(new.astype(np.int64) - consensus)
@@ -402,7 +481,7 @@ def weights_digest(consensus: Quanta) -> bytes:
     """The name of a consensus: BLAKE3 over its little-endian int32 values."""
     state = blake3(b"blockswarm weights 2")
     state.update(len(consensus).to_bytes(8, "big"))
-    state.update(np.ascontiguousarray(consensus, dtype="<i4").view(np.uint8).data)
+    state.update(_little_endian(consensus))
     return state.digest()
 
 
@@ -414,10 +493,19 @@ def step_digest(delta: FixedUpdate) -> bytes:
     elif not delta.values.all():
         kept = np.flatnonzero(delta.values)
         short = FixedUpdate(delta.size, delta.indices[kept], delta.values[kept])
-    state = blake3(b"blockswarm step 2")
+    state = blake3(b"blockswarm step 3")
     state.update(delta.size.to_bytes(8, "big"))
     state.update(b"dense" if short.indices is None else b"sparse")
     for numbers in (short.indices, short.values):
         if numbers is not None:
-            state.update(np.ascontiguousarray(numbers, dtype="<i8").view(np.uint8).data)
+            state.update(_little_endian(numbers))
     return state.digest()
+
+
+def _little_endian(numbers: Whole) -> memoryview:
+    """As int32, which holds every weight, every index and every value of a step."""
+    if numbers.dtype.itemsize > 4 and len(numbers):
+        lowest, highest = int(numbers.min()), int(numbers.max())
+        if not -VALUE_LIMIT <= lowest <= highest < VALUE_LIMIT:
+            raise ValueError(f"{lowest} to {highest}: no step has such values")
+    return np.ascontiguousarray(numbers, dtype="<i4").view(np.uint8).data

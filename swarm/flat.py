@@ -86,7 +86,8 @@ def add_flat_at(block: Block, change: Change) -> None:
     at = 0
     with torch.no_grad():
         for _, parameter in sorted(block.named_parameters()):
-            here = slice(*np.searchsorted(indices, [at, at + parameter.numel()]))
+            ends = np.array([at, at + parameter.numel()], dtype=indices.dtype)  # else all are cast
+            here = slice(*np.searchsorted(indices, ends))
             places = torch.from_numpy(indices[here].astype(np.int64) - at).to(parameter.device)
             piece = torch.from_numpy(values[here]).to(parameter.device)
             parameter.view(-1).index_add_(0, places, piece)

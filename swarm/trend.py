@@ -14,19 +14,19 @@ from collections.abc import Sequence
 import numpy as np
 
 from swarm.fixed_point import (
-    SEGMENT,
+    CUT,
     VALUE_LIMIT,
+    Cut,
     FixedUpdate,
     Ints,
     Quanta,
+    Whole,
     add_into,
     exact_dot,
-    magnitude,
 )
 
 CHEAPER = 4  # more steps than this to forget at once: adding up again is cheaper
-STRETCH = 1 << 20  # coordinates of the sum that are looked at by all updates in turn: they stay in
-# the last cache
+_ALL = slice(None)
 
 
 class Trend:
@@ -36,24 +36,20 @@ class Trend:
         self.squared = 0
         self._steps: tuple[FixedUpdate, ...] = ()
         self._sum: Quanta | Ints = np.zeros(0, dtype=np.int32)  # int64 if it could be too large
-        self._known: dict[int, tuple[int, int]] = {}  # by the step's id: largest value, square
 
     def follow(self, steps: Sequence[FixedUpdate]) -> None:
         """Be the sum of these steps."""
         steps = tuple(steps)
-        # Of those that we hold already, whose ids therefore nothing else can have, it is known.
-        self._known = {id(s): self._known.get(id(s)) or _facts(s) for s in steps + self._steps}
         gone = len(self._steps) - len(steps) + 1
         goes_on = 0 <= gone < len(self._steps) and gone <= CHEAPER
         wide = self._sum.dtype == np.int64
-        fits = sum(self._known[id(s)][0] for s in steps + self._steps[: max(gone, 0)]) < VALUE_LIMIT
+        fits = sum(s.largest for s in steps + self._steps[: max(gone, 0)]) < VALUE_LIMIT
         if goes_on and (fits or wide) and _same(self._steps[gone:], steps[:-1]):
             self._add(steps[-1], 1)
             for step in self._steps[:gone]:
                 self._add(step, -1)
         elif not _same(self._steps, steps):
             self._begin(steps, fits)
-        self._known = {id(s): self._known[id(s)] for s in steps}
         self._steps = steps
 
     def _begin(self, steps: Sequence[FixedUpdate], fits: bool) -> None:
@@ -65,32 +61,28 @@ class Trend:
 
     def _add(self, step: FixedUpdate, sign: int) -> None:
         """|t + s|^2 = |t|^2 + 2 ts + |s|^2."""
-        at = slice(None) if step.indices is None else step.indices
-        here = self._sum[at].astype(np.int64)
-        self.squared += 2 * sign * exact_dot(step.values, here) + self._known[id(step)][1]
-        if sign > 0:
-            here += step.values
-        else:
-            here -= step.values
-        self._sum[at] = here.astype(self._sum.dtype, copy=False)
+        cut, product = None if step.indices is None else Cut(step), 0
+        at: Ints | slice
+        for start in range(0, len(self._sum), CUT):
+            at, span = (_ALL, slice(start, start + CUT)) if cut is None else cut.piece(start)
+            here, values = self._sum[start : start + CUT], step.values[span]
+            met = here[at].astype(np.int64)
+            product += exact_dot(values, met)
+            if sign > 0:
+                met += values
+            else:
+                met -= values
+            here[at] = met
+        self.squared += 2 * sign * product + step.squared
+
+    @property
+    def vector(self) -> Whole | None:
+        """The sum; None if that is of no steps."""
+        return self._sum if self._steps else None
 
     def products(self, updates: Sequence[FixedUpdate]) -> list[int]:
-        """The inner products of the trend with some updates.
-
-        Stretch by stretch for all of them: the trend comes from memory once, and not once for each.
-        """
-        if not self._steps:
-            return [0] * len(updates)
-        bounds = np.arange(0, len(self._sum) + STRETCH, STRETCH)
-        sparse = [u for u in updates if u.indices is not None]
-        ends = [np.searchsorted(_indices(u), bounds).tolist() for u in sparse]
-        met = [np.empty(len(u.values), dtype=np.int64) for u in sparse]
-        for number in range(len(bounds) - 1):
-            for update, end, out in zip(sparse, ends, met, strict=True):
-                here = slice(end[number], end[number + 1])
-                out[here] = self._sum.take(_indices(update)[here])
-        found = iter([exact_dot(u.values, m) for u, m in zip(sparse, met, strict=True)])
-        return [self.product(u) if u.indices is None else next(found) for u in updates]
+        """The inner products of the trend with some updates."""
+        return [self.product(update) for update in updates]
 
     def product(self, update: FixedUpdate) -> int:
         """The inner product of the trend with an update."""
@@ -98,20 +90,8 @@ class Trend:
             return 0
         values = update.values
         if update.indices is not None:
-            return exact_dot(values, self._sum[update.indices].astype(np.int64))
-        parts = [slice(at, at + SEGMENT) for at in range(0, len(values), SEGMENT)]
-        return sum(exact_dot(values[part], self._sum[part].astype(np.int64)) for part in parts)
-
-
-def _indices(update: FixedUpdate) -> Ints:
-    assert update.indices is not None
-    return update.indices
-
-
-def _facts(step: FixedUpdate) -> tuple[int, int]:
-    """Its largest value and its square."""
-    largest = magnitude(step.values) if len(step.values) else 0
-    return largest, exact_dot(step.values, step.values)
+            return exact_dot(values, self._sum[update.indices])
+        return exact_dot(values, self._sum)
 
 
 def _same(ours: Sequence[FixedUpdate], theirs: Sequence[FixedUpdate]) -> bool:

@@ -151,18 +151,19 @@ def _as_floats(rest: Ints | Floats) -> Floats:
     return values
 
 
-def _coarser(fixed: Ints) -> Ints:
+def _coarser(fixed: Ints) -> Quanta:
     """Quanta of 2^-40 to quanta of 2^-24: halves away from zero, clipped to what int32 holds."""
-    values: Ints = np.empty_like(fixed)
+    values = np.empty(len(fixed), dtype=np.int32)
     for start in range(0, len(fixed), SEGMENT):
-        part, out = fixed[start : start + SEGMENT], values[start : start + SEGMENT]
-        np.abs(part, out=out)
+        part = fixed[start : start + SEGMENT]
+        out = np.abs(part)
         out += 1 << (_SHIFT - 1)
         out >>= _SHIFT
         np.minimum(out, VALUE_LIMIT - 1, out=out)
         sign = part >> 63  # -1 of what is negative, else 0
         out ^= sign
         out -= sign
+        values[start : start + SEGMENT] = out
     return values
 
 

@@ -73,7 +73,7 @@ def test_the_sender_knows_what_receivers_decode(codec: str, size: int) -> None:
     payload, mine = updates.encode(vector(1, size), BLOCK, ROUND, ME)
     theirs = UpdateCodec(CodecSpec.parse(codec), size).decode(payload, BLOCK, ROUND, ME)
     assert theirs.same_as(mine)
-    assert mine.values.dtype == np.int64
+    assert mine.values.dtype == np.int32
     assert len(payload) <= updates.max_bytes
     assert update_digest(payload) == content_digest(payload)
     checked(mine, size)

@@ -43,7 +43,9 @@ from protocol.codec.fixed import (
     QUANTUM,
     VALUE_LIMIT,
     Float32s,
+    Int32s,
     Int64s,
+    Ints,
     from_fixed,
     to_fixed,
 )
@@ -89,7 +91,7 @@ class Decoded:
     """A vector as a receiver sees it. `indices` is None if all coordinates are there."""
 
     size: int
-    indices: Int64s | None
+    indices: Int32s | None
     values: Float32s
 
     def dense(self) -> Float32s:
@@ -166,8 +168,8 @@ def decode_fixed(
     data: bytes,
     expected_size: int,
     max_kept: int | None = None,
-    of_quanta: Callable[[Int64s], Int64s] = lambda quanta: quanta,
-) -> tuple[Int64s | None, Int64s]:
+    of_quanta: Callable[[Int64s], Ints] = lambda quanta: quanta,
+) -> tuple[Int32s | None, Ints]:
     """Decode to (indices or None, int64 values in quanta of 2^-40, magnitude at most 2^52).
 
     With `of_quanta`, a function of each single value, to what it makes of them.

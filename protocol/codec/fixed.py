@@ -22,7 +22,9 @@ from numpy.typing import NDArray
 from protocol.codec.errors import NonFiniteError
 
 Float32s = NDArray[np.float32]
+Int32s = NDArray[np.int32]
 Int64s = NDArray[np.int64]
+Ints = NDArray[np.signedinteger[Any]]  # of either size
 
 FIXED_BITS = 40
 QUANTUM = 2.0**-FIXED_BITS
@@ -49,7 +51,7 @@ def to_fixed(values: Float32s) -> Int64s:
     return fixed
 
 
-def from_fixed(fixed: Int64s) -> Float32s:
+def from_fixed(fixed: Ints) -> Float32s:
     """The nearest float32, ties to even: one rounding in the conversion, none in the product."""
     values = fixed.astype(np.float32)
     values *= np.float32(QUANTUM)

@@ -12,84 +12,118 @@ Knows nothing of values.
 
 from __future__ import annotations
 
+from typing import Any
+
 import numpy as np
+from numpy.typing import NDArray
 
 from protocol.codec.errors import CorruptPayloadError
-from protocol.codec.fixed import Int64s
+from protocol.codec.fixed import Int32s, Int64s, Ints
 from protocol.codec.sections import Bytes
 
 MANTISSA_BITS = 2
 MAX_SHIFT = 28  # a gap has at most 31 bits
 MAX_CLASS = (MAX_SHIFT << MANTISSA_BITS) + (2 << MANTISSA_BITS) - 1
-_SHIFT_OF_CLASS = np.maximum((np.arange(MAX_CLASS + 1) >> MANTISSA_BITS) - 1, 0)
-_LEAST_OF_CLASS = (np.arange(MAX_CLASS + 1) - (_SHIFT_OF_CLASS << MANTISSA_BITS)) << _SHIFT_OF_CLASS
-_LOW_BITS = (1 << np.arange(MAX_SHIFT + 1)) - 1  # a mask for so many
+_SEGMENT = 1 << 16  # gaps per pass: they stay in the cache
+_NONE = np.zeros(0, dtype=np.uint8)
 
 
-def pack_gaps(indices: Int64s) -> tuple[Bytes, Bytes]:
+def pack_gaps(indices: Ints) -> tuple[Bytes, Bytes]:
     """(classes, low bits). Low bits are grouped by how many a gap has: 1 first, then 2, ..."""
-    gaps = np.diff(indices, prepend=-1) - 1
-    # The exponent of a double: how many bits a gap has; of 0 it is far below.
-    bit_length = (gaps.astype(np.float64).view(np.int64) >> 52) - 1022
-    shifts = np.maximum(bit_length - (MANTISSA_BITS + 1), 0)
-    classes = (shifts << MANTISSA_BITS) + (gaps >> shifts)
-    order, widths, places = _laid_out(shifts)
-    low = gaps[order] & _LOW_BITS.take(widths)
-    return classes.astype(np.uint8), _written(low, widths, places)
+    gaps = np.empty(len(indices), dtype=np.uint32)
+    gaps[:1] = indices[:1]
+    np.subtract(indices[1:], indices[:-1], out=gaps[1:], casting="unsafe")
+    gaps[1:] -= 1
+    widest = max(int(gaps.max(initial=0)).bit_length() - (MANTISSA_BITS + 1), 0)
+    shifts = np.zeros(len(gaps), dtype=np.uint8)
+    for width in range(1, widest + 1):  # a few passes over bytes: cheaper than a logarithm
+        shifts += gaps >= (1 << MANTISSA_BITS) << width
+    classes = (gaps >> shifts).astype(np.uint8)
+    classes += shifts << MANTISSA_BITS
+    order, counts = _by_width(shifts)
+    groups = np.split(gaps[order], np.cumsum(counts[:-1]))
+    bits = [_bits_of(group, width) for width, group in enumerate(groups, start=1)]
+    return classes, np.packbits(np.concatenate(bits), bitorder="little")
 
 
-def class_shifts(classes: Bytes) -> Int64s:
+def class_shifts(classes: Bytes) -> Bytes:
     """How many low bits belong to each class."""
     if classes.max(initial=0) > MAX_CLASS:
         raise CorruptPayloadError(f"gap class {classes.max()} is above {MAX_CLASS}")
-    shifts: Int64s = _SHIFT_OF_CLASS.take(classes)
+    shifts = classes >> np.uint8(MANTISSA_BITS)
+    shifts -= (shifts > 0).view(np.uint8)
     return shifts
 
 
-def unpack_gaps(classes: Bytes, shifts: Int64s, low: Bytes, size: int) -> Int64s:
+def unpack_gaps(classes: Bytes, shifts: Bytes, low: Bytes, size: int) -> Int32s:
     """Indices, strictly increasing by construction, checked to be below `size`."""
-    gaps: Int64s = _LEAST_OF_CLASS.take(classes)
-    order, widths, places = _laid_out(shifts)
-    bits = int(widths.sum())
-    if bits % 8 and low[-1] >> bits % 8:
+    bits = np.unpackbits(low, bitorder="little")
+    bits_of = [width * count for width, count in enumerate(_counts(shifts), start=1)]
+    starts = [sum(bits_of[:number]) for number in range(len(bits_of))]
+    if bits[sum(bits_of) :].any():
         raise CorruptPayloadError("padding bits are not zero")
-    found = _words(low).take(places >> 3)
-    places &= 7
-    found >>= places
-    found &= _LOW_BITS.take(widths)
-    gaps[order] |= found
-    gaps += 1
-    indices = np.cumsum(gaps, out=gaps)
-    indices -= 1
-    if len(indices) and indices[-1] >= size:
-        raise CorruptPayloadError(f"index {indices[-1]} of {size} coordinates")
+    indices, last = np.empty(len(classes), dtype=np.int32), -1
+    for first in range(0, len(classes), _SEGMENT):
+        segment = slice(first, first + _SEGMENT)
+        shift = shifts[segment]
+        gaps = (classes[segment] - (shift << MANTISSA_BITS)).astype(np.uint32)
+        gaps <<= shift
+        gaps |= _low_bits(shift, bits, starts)
+        gaps += 1  # from one index to the next
+        here = indices[segment]
+        most = last + int(gaps.sum(dtype=np.int64))
+        if most >= size:
+            raise CorruptPayloadError(f"index {most} of {size} coordinates")
+        np.cumsum(gaps.view(np.int32), out=here)  # each below `size`, hence none is too large
+        here += last
+        last = most
     return indices
 
 
-def _laid_out(shifts: Int64s) -> tuple[Int64s, Int64s, Int64s]:
-    """Of the gaps that have low bits, in the order of those: which gap, how many, from which bit
+def _low_bits(shifts: Bytes, bits: Bytes, starts: list[int]) -> NDArray[Any]:
+    """The low bits of gaps. Those of each width begin in `bits` where `starts` says; it is moved
     on."""
-    narrow = shifts.astype(np.uint8)  # of bytes numpy makes a radix sort
-    order = np.argsort(narrow, kind="stable")[len(narrow) - np.count_nonzero(narrow) :]
-    widths = shifts[order]
-    return order, widths, np.cumsum(widths) - widths
+    order, counts = _by_width(shifts)
+    parts: list[NDArray[Any]] = [_NONE]
+    for width, count in enumerate(counts, start=1):
+        start = starts[width - 1]
+        starts[width - 1] = stop = start + width * count
+        parts.append(_of_bits(bits[start:stop].reshape(count, width)))
+    found = np.concatenate(parts)
+    below = np.zeros(len(shifts), dtype=found.dtype)
+    below[order] = found
+    return below
 
 
-def _words(low: Bytes) -> Int64s:
-    """For each byte the number that it and the next four begin: any gap's low bits are in one."""
-    padded = np.concatenate([low, np.zeros(4, dtype=np.uint8)]).astype(np.int64)
-    words: Int64s = padded[: len(low)].copy()
-    for byte in range(1, 5):
-        words |= padded[byte : byte + len(low)] << 8 * byte
-    return words
+def _by_width(shifts: Bytes) -> tuple[Int64s, list[int]]:
+    """The gaps that have low bits, in the order of those; how many have 1, 2, ..."""
+    counts = _counts(shifts)
+    order = np.argsort(shifts, kind="stable")  # of bytes numpy makes a radix sort
+    return order[len(shifts) - sum(counts) :], counts
 
 
-def _written(values: Int64s, widths: Int64s, places: Int64s) -> Bytes:
-    """Numbers of so many bits at their places, least significant first, as whole bytes."""
-    size_bytes = (int(widths.sum()) + 7) // 8
-    words = np.zeros(size_bytes + 4, dtype=np.int64)
-    np.add.at(words, places >> 3, values << (places & 7))  # no two have a bit in common
-    out = words.copy()
-    for byte in range(1, 5):
-        out[byte:] |= words[:-byte] >> 8 * byte
-    return out[:size_bytes].astype(np.uint8)  # the lowest byte of each
+def _counts(shifts: Bytes) -> list[int]:
+    """How many have 1, 2, ... low bits."""
+    widest = int(shifts.max(initial=0))
+    return [int(np.count_nonzero(shifts == width)) for width in range(1, widest + 1)]
+
+
+def _bits_of(numbers: NDArray[np.uint32], width: int) -> Bytes:
+    """So many bits of each number, least significant first, a byte for each."""
+    bits = np.empty((len(numbers), width), dtype=np.uint8)
+    for first in range(0, width, 8):
+        part = (numbers >> first).astype(np.uint8)
+        for bit in range(first, min(first + 8, width)):
+            np.bitwise_and(part, 1, out=bits[:, bit])
+            part >>= 1
+    return bits.reshape(-1)
+
+
+def _of_bits(bits: Bytes) -> NDArray[Any]:
+    """The inverse: a row for each number."""
+    narrow = bits.shape[1] <= 8
+    numbers: NDArray[Any] = np.zeros(len(bits), dtype=np.uint8 if narrow else np.uint32)
+    for column in bits.T[::-1]:
+        numbers <<= 1
+        numbers |= column
+    return numbers

@@ -25,6 +25,7 @@ from protocol.codec.spec import kept_of
 
 _SEGMENT = 1 << 17  # coordinates per pass
 _TOGETHER = 1 << 18  # coordinates that may be among the largest, decided at once
+_SHORT_ROW = 1024  # of so few, sorting all takes half as long as finding the k-th
 _SAMPLE_STRIDE = 8
 _MIN_SAMPLE = 128
 _OVERALL_STRIDE = 61  # a prime: meets all columns of a weight matrix
@@ -170,8 +171,7 @@ def _kept(passed: Int64s, values: Float32s, counts: Int64s, keep: int) -> tuple[
     if len(found) and not found.max() < np.inf:
         raise NonFiniteError("the vector contains NaN or Inf")
     chosen = found >= np.repeat(_kth_of_ragged(found, counts, keep), counts)
-    ends = np.concatenate([[0], np.cumsum(chosen)])[np.cumsum(counts)]
-    if (np.diff(ends, prepend=0) > keep).any():  # equals: the first of them
+    if np.count_nonzero(chosen) > np.minimum(counts, keep).sum():  # equals: the first of them
         chosen = _ranked(found, np.repeat(np.arange(len(counts)), counts), counts, keep)
     at = np.flatnonzero(chosen)
     return passed[at], values[at]
@@ -183,7 +183,7 @@ def true_at(mask: NDArray[np.bool_]) -> Int64s:
     It jumps from one to the next, and a CPU guesses wrong where that is. Here whole words are
     looked at first: of those so many are true that numpy does it without a jump.
     """
-    if mask.size % 8:
+    if mask.size % 8 or 8 * np.count_nonzero(mask) > mask.size:
         return np.flatnonzero(mask)
     words = mask.view(np.uint64)
     some = np.flatnonzero(words != 0)
@@ -200,9 +200,9 @@ def _kth_of_ragged(values: Float32s, counts: Int64s, k: int) -> NDArray[np.float
     are fewer."""
     widest = max(int(counts.max()), k)
     table = np.zeros((len(counts), widest), dtype=np.float32)
-    table[np.arange(widest) < counts[:, None]] = values
-    table.partition(widest - k, axis=1)
-    return table[:, widest - k]
+    before = np.arange(len(counts)) * widest - (np.cumsum(counts) - counts)
+    table.reshape(-1)[np.repeat(before, counts) + np.arange(len(values))] = values
+    return _kth_largest(table, k)
 
 
 def _ranked(found: Float32s, row_of: Int64s, counts: Int64s, keep: int) -> NDArray[np.bool_]:
@@ -236,4 +236,6 @@ def _sample_rank(keep: int, stride: int) -> int:
 
 def _kth_largest(magnitudes: Float32s, k: int) -> NDArray[np.float32]:
     position = magnitudes.shape[1] - k
+    if magnitudes.shape[1] <= _SHORT_ROW:
+        return np.sort(magnitudes, axis=1)[:, position]
     return np.partition(magnitudes, position, axis=1)[:, position]

@@ -18,7 +18,15 @@ import numpy as np
 from numpy.typing import NDArray
 
 from protocol.codec.errors import CorruptPayloadError, SizeMismatchError, UnknownCodecError
-from protocol.codec.fixed import FIXED_BITS, Float32s, Int64s, scale_codes, scale_values
+from protocol.codec.fixed import (
+    FIXED_BITS,
+    Float32s,
+    Int32s,
+    Int64s,
+    Ints,
+    scale_codes,
+    scale_values,
+)
 from protocol.codec.gaps import class_shifts, pack_gaps, unpack_gaps
 from protocol.codec.sections import Bytes, Reader, Writer
 from protocol.codec.selection import Source, largest_overall, largest_per_chunk
@@ -52,7 +60,7 @@ class Coded:
     choice: Bytes
     negative: NDArray[np.bool_]
 
-    def values(self, of_quanta: Callable[[Int64s], Int64s] = lambda quanta: quanta) -> Int64s:
+    def values(self, of_quanta: Callable[[Int64s], Ints] = lambda quanta: quanta) -> Ints:
         """The values in quanta, or what a function of each single one of them makes of them."""
         count, negative = len(self.levels), self.negative.view(np.uint8)
         if 2 * count * len(self.scales) > len(self.choice):
@@ -61,20 +69,19 @@ class Coded:
         signed = np.concatenate([self.levels, -self.levels])
         table = of_quanta((self.scales[:, None] * signed).reshape(-1))
         code = self.chunk_of * (2 * count)
-        code += self.choice
-        code += negative if count == 1 else negative * np.uint8(count)
-        return table[code]
+        code += self.choice + negative * np.uint8(count)  # below 256: 128 levels, two signs
+        return table.take(code)
 
 
 @dataclass(frozen=True)
 class Sparse:
     """Kept coordinates: strictly increasing indices and their values."""
 
-    indices: Int64s
+    indices: Int32s
     coded: Coded
 
     @property
-    def fixed(self) -> Int64s:
+    def fixed(self) -> Ints:
         """The values in quanta."""
         return self.coded.values()
 
@@ -82,13 +89,14 @@ class Sparse:
 def encode_topk(vector: Float32s | Source, spec: CodecSpec) -> tuple[bytes, Sparse]:
     """The payload, and exactly what a decoder will get from it."""
     if spec.overall:
-        indices, values = largest_overall(vector, spec.density)
+        places, values = largest_overall(vector, spec.density)
     else:
-        indices, values = largest_per_chunk(vector, spec.block, spec.density)
+        places, values = largest_per_chunk(vector, spec.block, spec.density)
+    indices = places.astype(np.int32)
     chunks = -(-vector.size // spec.block)
     magnitudes = np.abs(values).astype(np.float64)
     magnitudes *= 2.0**FIXED_BITS
-    chunk_of = _chunk_of(indices, spec.block, chunks)
+    chunk_of = _chunk_of(indices, spec.block, vector.size)
     shift, codes = _chunk_scales(magnitudes, chunk_of, chunks, spec.value_bits)
     scales = scale_values(codes, SCALE_MANTISSA_BITS) << shift
     if not scales.all():
@@ -141,13 +149,15 @@ def decode_topk(reader: Reader, max_kept: int | None = None) -> Sparse:
 
     indices = unpack_gaps(classes, shifts, low_bits, size)
     scales = scale_values(codes, SCALE_MANTISSA_BITS) << shift
-    chunk_of = _chunk_of(indices, chunk, len(scales))
+    chunk_of = _chunk_of(indices, chunk, size)
     return Sparse(indices, Coded(levels, scales, chunk_of, choice, negative.view(np.bool_)))
 
 
-def _chunk_of(indices: Int64s, chunk: int, chunks: int) -> Int64s:
+def _chunk_of(indices: Int32s, chunk: int, size: int) -> Int64s:
     """The number of the chunk in which each index lies."""
-    ends = np.searchsorted(indices, np.arange(1, chunks + 1) * chunk)
+    chunks = -(-size // chunk)
+    bounds = np.minimum(np.arange(1, chunks + 1) * chunk, size).astype(np.int32)
+    ends = np.searchsorted(indices, bounds)
     return np.repeat(np.arange(chunks), np.diff(ends, prepend=0))
 
 
