@@ -35,7 +35,6 @@ from swarm.fixed_point import (
     FixedUpdate,
     Ints,
     add_into,
-    apply_step,
     compact,
     norm,
     scaled,
@@ -47,6 +46,7 @@ from swarm.model import Block
 from swarm.moving_copy import MovingCopy, frozen_copy
 from swarm.run import Run
 from swarm.runfile import scheduled_steps
+from swarm.sums import apply_step
 from swarm.updates import UpdateCodec, update_digest
 from swarm.worker import BlockWorker, initial_block
 

@@ -17,8 +17,9 @@ from node.fetch import Quanta
 from node.room import Room
 from swarm import actions as act
 from swarm.aggregate import aggregate
-from swarm.fixed_point import FixedUpdate, apply_step, step_digest, weights_digest
+from swarm.fixed_point import FixedUpdate, step_digest, weights_digest
 from swarm.log import ConsensusLog, Contribution, Entry
+from swarm.sums import apply_step
 from swarm.trend import Trend
 
 

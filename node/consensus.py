@@ -17,8 +17,9 @@ import numpy as np
 
 from node.fetch import Pin, Quanta
 from protocol.frames import content_digest
-from swarm.fixed_point import FixedUpdate, Ints, add_into, summed, weights_digest
+from swarm.fixed_point import FixedUpdate, Ints, add_into, weights_digest
 from swarm.log import ConsensusLog, Entry, LogError
+from swarm.sums import summed
 from swarm.updates import UpdateCodec, replay, replayed_step, shards_of, snapshot_index
 
 TREND_ROUNDS = 8

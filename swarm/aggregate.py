@@ -53,18 +53,13 @@ from swarm.fixed_point import (
     SCALE_ONE,
     FixedUpdate,
     Ints,
-    Products,
     add_into,
     compact,
     exact_dot,
-    mean_step,
-    pieces,
     rounded_mean,
     scaled,
-    sparse_against,
-    summed,
-    summed_against,
 )
+from swarm.sums import Products, mean_step, pieces, sparse_against, summed, summed_against
 from swarm.trend import Trend
 
 CLIP_X16 = 20  # the clip stands at 1.25 times the reference norm; honest norms differ by 1.1

@@ -1,7 +1,7 @@
-"""Updates and the consensus as integers: sums, inner products and names that no CPU can change.
+"""Updates and the consensus as integers: products, means and names that no CPU can change.
 
-Decides the arithmetic. Knows nothing of whose updates they are, nor of which of them count
-(`swarm.aggregate`).
+Decides the arithmetic of one vector; that of several is `swarm.sums`. Knows nothing of whose
+updates they are, nor of which of them count (`swarm.aggregate`).
 
 The consensus is an int32 vector in units of 2**-QUANTUM_BITS (|weight| < 128, resolution 6e-8,
 finer than fp32 above 1). Integer addition is exact and commutes, so no CPU, thread count or library
@@ -12,7 +12,6 @@ difference), and that copy is this one.
 
 from __future__ import annotations
 
-from collections.abc import Iterator, Sequence
 from dataclasses import dataclass
 from functools import cached_property
 from math import isqrt
@@ -22,7 +21,6 @@ import numpy as np
 import numpy.typing as npt
 from blake3 import blake3
 
-from protocol.codec.selection import true_at
 from protocol.errors import WireError
 
 Ints = npt.NDArray[np.int64]
@@ -34,10 +32,7 @@ QUANTUM_BITS = 24
 VALUE_LIMIT = 2**31  # |value| of an update, in quanta: what int32 holds
 SCALE_ONE = 1 << 16
 SEGMENT = 1 << 15  # coordinates per pass: what fits into a core's L2 cache with its temporaries
-CUT = 1 << 17  # the same for sparse updates, which touch few of them, as int32
 SHORT = 1 << 10  # a segment that is not worth its calls
-RARE = 1000  # fewer than one in so many: copying what is between them is cheaper than a mask
-SPARSE = 10  # below one in so many it is cheaper to sort their places than to look at all
 
 
 class UpdateError(WireError):
@@ -197,194 +192,6 @@ def add_into(total: Ints, update: FixedUpdate, times: int = 1) -> None:
         total[at] += times * update.values.astype(np.int64, copy=False)
 
 
-def summed(parts: Sequence[tuple[FixedUpdate, int]]) -> FixedUpdate:
-    """The sum of updates, each taken so many times, in its shorter form."""
-    return summed_against(parts, ())[0]
-
-
-def summed_against(
-    parts: Sequence[tuple[FixedUpdate, int]], others: Sequence[FixedUpdate]
-) -> tuple[FixedUpdate, list[int]]:
-    """The sum of `parts`, and the inner product of each of `others` with it."""
-    if all(update.indices is not None for update in (*(part for part, _ in parts), *others)):
-        total, products, _ = sparse_against(parts, others)
-        return total, products
-    size, dense = parts[0][0].size, any(part.indices is None for part, _ in parts)
-    whole = np.empty(size if dense else 0, dtype=np.int64)
-    found: list[tuple[Whole, Whole]] = []
-    against = Products(others)
-    for start, here in pieces(parts, whole if dense else None):
-        against.add(start, here)
-        if not dense:
-            kept = true_at(here != 0)
-            found.append((kept + start, here[kept]))
-    return (compact(whole) if dense else _joined(size, found)), against.done()
-
-
-def sparse_against(
-    parts: Sequence[tuple[FixedUpdate, int]],
-    others: Sequence[FixedUpdate],
-    beside: Whole | None = None,
-) -> tuple[FixedUpdate, list[int], list[int]]:
-    """`summed_against` where all are sparse, as those of a round mostly are; and the inner products
-    of `others` with the vector `beside`.
-
-    Each is looked at once per piece, and what the vectors are where it has values is written down
-    for the products.
-    """
-    size = parts[0][0].size
-    most = sum(abs(times) * part.largest for part, times in parts)
-    total: Whole = np.empty(min(CUT, size), dtype=np.int32 if most < VALUE_LIMIT else np.int64)
-    mask = np.empty(len(total), dtype=np.bool_)
-    cuts = [Cut(update) for update in others]
-    known = {id(cut.update): cut for cut in cuts}
-    adding = [(known.get(id(part)) or Cut(part), times) for part, times in parts]
-    met, along = Met(others, total.dtype), None if beside is None else Met(others, beside.dtype)
-    found: list[tuple[Whole, Whole]] = []
-    for start in range(0, size, CUT):
-        stop = min(start + CUT, size)
-        here, some = total[: stop - start], mask[: stop - start]
-        here.fill(0)
-        for cut, times in adding:
-            at, span = cut.piece(start)
-            values = cut.update.values[span].astype(here.dtype, copy=False)
-            np.add.at(here, at, values if times == 1 else times * values)
-        met.note(cuts, start, here)
-        if along is not None and beside is not None:
-            # A copy comes from memory in order; the values themselves are far apart.
-            along.note(cuts, start, beside[start:stop].copy())
-        places = [cut.piece(start)[0] for cut, _ in adding]
-        if SPARSE * sum(map(len, places)) < len(here):
-            kept = _merged(places)
-        else:
-            kept = true_at(np.not_equal(here, 0, out=some))
-        values = here.take(kept)
-        if not values.all():  # they cancel
-            kept, values = kept[values != 0], values[values != 0]
-        kept += start
-        found.append((kept.astype(np.int32), values))
-    return _joined(size, found), met.products(most), [] if along is None else along.products()
-
-
-class Met:
-    """What a vector that comes in pieces is where sparse updates have values."""
-
-    def __init__(self, updates: Sequence[FixedUpdate], kind: np.dtype[Any]) -> None:
-        self._updates = updates
-        self._found: list[Whole] = [np.empty(len(u.values), dtype=kind) for u in updates]
-
-    def note(self, cuts: Sequence[Cut], start: int, piece: Whole) -> None:
-        """A piece of the vector; `cuts` are those of the updates."""
-        for cut, out in zip(cuts, self._found, strict=True):
-            at, span = cut.piece(start)
-            np.take(piece, at, out=out[span], mode="clip")  # `raise` would take a copy
-
-    def products(self, most: int | None = None) -> list[int]:
-        """The inner products of the updates with the vector, of which no value exceeds `most`."""
-        products = []
-        for update, met in zip(self._updates, self._found, strict=True):
-            largest = update.largest * (magnitude(met) if most is None else most)
-            products.append(exact_dot(update.values, met, largest))
-        return products
-
-
-def _merged(places: Sequence[Ints]) -> Ints:
-    """Ascending lists as one, each number once."""
-    every = np.concatenate(places).astype(np.int32)
-    every.sort()  # not `stable`: merging what ascends already takes twice as long
-    first = np.empty(len(every), dtype=np.bool_)
-    first[:1] = True
-    np.not_equal(every[1:], every[:-1], out=first[1:])
-    return every[first].astype(np.int64)
-
-
-class Cut:
-    """A sparse update, piece by piece."""
-
-    def __init__(self, update: FixedUpdate) -> None:
-        self.update = update
-        self._ends = _ends(update)
-        self._start, self._at, self._span = -1, np.zeros(0, dtype=np.int64), slice(0, 0)
-
-    def piece(self, start: int) -> tuple[Ints, slice]:
-        """The places of its values in the piece that begins at `start`, and which values."""
-        if start != self._start:
-            assert self.update.indices is not None
-            number = start // CUT
-            self._span = slice(self._ends[number], self._ends[number + 1])
-            self._start, self._at = start, self.update.indices[self._span].astype(np.int64)
-            self._at -= start
-        return self._at, self._span
-
-
-def pieces(
-    parts: Sequence[tuple[FixedUpdate, int]], whole: Ints | None = None
-) -> Iterator[tuple[int, Ints]]:
-    """The sum of updates, one piece after another: where it starts, and its coordinates.
-
-    A piece stays in the cache: of sparse updates no dense vector is ever written to memory. Without
-    `whole` to write to, a piece is valid until the next one.
-    """
-    size = parts[0][0].size
-    scratch = np.empty(min(CUT, size), dtype=np.int64) if whole is None else whole
-    ends = [_ends(part) for part, _ in parts]
-    for number, start in enumerate(range(0, size, CUT)):
-        stop = min(start + CUT, size)
-        total = scratch[: stop - start] if whole is None else scratch[start:stop]
-        total.fill(0)
-        for (part, times), at in zip(parts, ends, strict=True):
-            if part.indices is None:
-                piece = FixedUpdate(len(total), None, part.values[start:stop])
-            else:
-                here = slice(at[number], at[number + 1])
-                piece = FixedUpdate(len(total), part.indices[here] - start, part.values[here])
-            add_into(total, piece, times)
-        yield start, total
-
-
-class Products:
-    """Inner products of updates with a vector that comes in pieces."""
-
-    def __init__(self, updates: Sequence[FixedUpdate]) -> None:
-        self._updates, self._found = updates, [0] * len(updates)
-        self._ends = [_ends(update) for update in updates]
-        # What the vector is where a sparse update has values: one product at the end is cheaper.
-        self._met: list[list[Ints]] = [[] for _ in updates]
-
-    def add(self, start: int, total: Ints) -> None:
-        number = start // CUT
-        for i, (update, ends) in enumerate(zip(self._updates, self._ends, strict=True)):
-            if update.indices is None:
-                self._found[i] += exact_dot(update.values[start : start + len(total)], total)
-            else:
-                here = slice(ends[number], ends[number + 1])
-                self._met[i].append(total[update.indices[here] - start])
-
-    def done(self) -> list[int]:
-        return [
-            product + (exact_dot(update.values, np.concatenate(met)) if met else 0)
-            for product, update, met in zip(self._found, self._updates, self._met, strict=True)
-        ]
-
-
-def _ends(update: FixedUpdate) -> list[int]:
-    """Where each piece of a sparse update begins, and the last one ends."""
-    if update.indices is None:
-        return []
-    bounds = np.minimum(np.arange(0, update.size + CUT, CUT), update.size)
-    found = np.searchsorted(update.indices, bounds.astype(update.indices.dtype))
-    ends: list[int] = found.tolist()
-    return ends
-
-
-def _joined(size: int, found: Sequence[tuple[Whole, Whole]]) -> FixedUpdate:
-    nothing = np.zeros(0, dtype=np.int32)
-    indices = np.concatenate([at for at, _ in found]) if found else nothing
-    values = np.concatenate([v for _, v in found]) if found else nothing
-    sparse = FixedUpdate(size, indices.astype(np.int32, copy=False), values)
-    return sparse if 2 * len(indices) < size else FixedUpdate(size, None, sparse.dense())
-
-
 def compact(dense: Whole) -> FixedUpdate:
     """The shorter of the two forms of a dense vector (an index costs as much as a value)."""
     indices = np.flatnonzero(dense != 0).astype(np.int32)
@@ -393,66 +200,10 @@ def compact(dense: Whole) -> FixedUpdate:
     return FixedUpdate(len(dense), None, dense)
 
 
-def mean_step(total: FixedUpdate, count: int) -> FixedUpdate:
-    """The rounded mean of a sum of updates, in its shorter form."""
-    values = narrow(rounded_mean(total.values, count))
-    if total.indices is None:
-        return compact(values)
-    gone = np.flatnonzero(values == 0)  # a mean may be rounded to nothing
-    return FixedUpdate(total.size, _without(total.indices, gone), _without(values, gone))
-
-
-def _without(numbers: Whole, gone: Ints) -> Whole:
-    """Those that are not at these places."""
-    if RARE * len(gone) > len(numbers):
-        return np.delete(numbers, gone)
-    if not len(gone):
-        return numbers
-    first, *rest = np.split(numbers, gone)
-    return np.concatenate([first, *(part[1:] for part in rest)])
-
-
 def narrow(values: Whole) -> Whole:
     """As int32, if they fit."""
     fits = values.dtype != np.int32 and magnitude(values) < VALUE_LIMIT
     return values.astype(np.int32) if fits else values
-
-
-def apply_step(
-    consensus: Quanta, delta: FixedUpdate, room: Quanta | None = None
-) -> tuple[Quanta, FixedUpdate]:
-    """The next consensus (written to `room` if there is one), and the step as it really was.
-
-    A weight that would leave int32 stays at its edge; the returned step says so, which makes every
-    step of the log exactly reversible: old + step = new and new - step = old.
-    """
-    edge = VALUE_LIMIT - 1
-    new, whole = np.empty_like(consensus) if room is None else room, True
-    if delta.indices is not None:
-        cut, values = Cut(delta), narrow(delta.values)
-        largest = delta.largest
-        for start in range(0, len(consensus), CUT):
-            here = new[start : start + CUT]
-            here[:] = consensus[start : start + CUT]
-            at, span = cut.piece(start)
-            after: Whole = here.take(at, mode="clip")
-            if magnitude(after) + largest <= edge:
-                after += values[span]
-            else:
-                after = after + values[span].astype(np.int64)
-                whole = whole and magnitude(after) <= edge
-                np.clip(after, -edge, edge, out=after)
-            here[at] = after
-        if whole:
-            return new, FixedUpdate(delta.size, delta.indices, values)
-        changed = new[delta.indices].astype(np.int64) - consensus[delta.indices]
-        return new, compact(FixedUpdate(delta.size, delta.indices, changed).dense())
-    for start in range(0, len(consensus), SEGMENT):
-        part = consensus[start : start + SEGMENT].astype(np.int64)
-        part += delta.values[start : start + SEGMENT]
-        whole = whole and magnitude(part) <= edge
-        new[start : start + SEGMENT] = np.clip(part, -edge, edge)
-    return new, delta if whole else compact(new.astype(np.int64) - consensus)
 
 
 def to_float(consensus: Quanta, out: Floats | None = None) -> Floats:

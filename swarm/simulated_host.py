@@ -23,7 +23,6 @@ from swarm.fixed_point import (
     FixedUpdate,
     Ints,
     add_into,
-    apply_step,
     compact,
     norm,
     scaled,
@@ -35,6 +34,7 @@ from swarm.round import next_wakeup_s, step
 from swarm.round_groups import group_name
 from swarm.round_state import RoundRules, RoundState
 from swarm.simulated_lies import Lie, falsified, spoken
+from swarm.sums import apply_step
 from swarm.votes import UpdateRef
 
 

@@ -13,17 +13,8 @@ from collections.abc import Sequence
 
 import numpy as np
 
-from swarm.fixed_point import (
-    CUT,
-    VALUE_LIMIT,
-    Cut,
-    FixedUpdate,
-    Ints,
-    Quanta,
-    Whole,
-    add_into,
-    exact_dot,
-)
+from swarm.fixed_point import VALUE_LIMIT, FixedUpdate, Ints, Quanta, Whole, add_into, exact_dot
+from swarm.sums import CUT, Cut
 
 CHEAPER = 4  # more steps than this to forget at once: adding up again is cheaper
 _ALL = slice(None)

@@ -38,15 +38,13 @@ from swarm.fixed_point import (
     FixedUpdate,
     Ints,
     UpdateError,
-    apply_step,
     checked,
-    mean_step,
     scaled,
     step_digest,
-    summed,
     weights_digest,
 )
 from swarm.log import Contribution, Entry, LogError
+from swarm.sums import apply_step, mean_step, summed
 from swarm.votes import UpdateRef, Vote, checked_vote
 
 Floats = npt.NDArray[np.float32]

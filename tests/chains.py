@@ -19,9 +19,10 @@ from protocol.identity import Identity, load_or_create, peer_text
 from protocol.messages import Message
 from swarm.aggregate import aggregate
 from swarm.deadline import DeadlineRules
-from swarm.fixed_point import apply_step, step_digest, to_fixed, weights_digest
+from swarm.fixed_point import step_digest, to_fixed, weights_digest
 from swarm.log import ConsensusLog, Contribution, Entry, genesis
 from swarm.round_state import RoundRules
+from swarm.sums import apply_step
 from swarm.updates import UpdateCodec, update_digest
 
 T = TypeVar("T")

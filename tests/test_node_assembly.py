@@ -31,7 +31,6 @@ from protocol.messages import Message
 from protocol.records import Record, Role, SignedRecord
 from swarm.fixed_point import (
     add_into,
-    apply_step,
     compact,
     rounded_mean,
     step_digest,
@@ -42,6 +41,7 @@ from swarm.fixed_point import (
 from swarm.flat import flat_weights, initial_flat
 from swarm.log import ConsensusLog, Contribution, Entry, genesis
 from swarm.runfile import RunFile
+from swarm.sums import apply_step
 from swarm.updates import UpdateCodec
 
 M = TypeVar("M", bound=Message)

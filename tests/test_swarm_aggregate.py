@@ -15,13 +15,12 @@ from swarm.fixed_point import (
     SCALE_ONE,
     VALUE_LIMIT,
     FixedUpdate,
-    apply_step,
     compact,
     norm,
     step_digest,
-    summed,
     to_float,
 )
+from swarm.sums import apply_step, summed
 
 
 @given(st.lists(vectors(), min_size=1, max_size=6), st.lists(vectors(), max_size=1))

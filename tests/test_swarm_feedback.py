@@ -14,7 +14,8 @@ from swarm.feedback import (
     reverse_correction,
     unsent,
 )
-from swarm.fixed_point import SCALE_ONE, FixedUpdate, apply_step, compact, scaled, to_float
+from swarm.fixed_point import SCALE_ONE, FixedUpdate, compact, scaled, to_float
+from swarm.sums import apply_step
 
 SIZE = 12
 small = st.lists(st.integers(-(2**20), 2**20), min_size=SIZE, max_size=SIZE)

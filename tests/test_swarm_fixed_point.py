@@ -11,12 +11,10 @@ from hypothesis import given
 from hypothesis import strategies as st
 
 from swarm.fixed_point import (
-    CUT,
     SCALE_ONE,
     VALUE_LIMIT,
     FixedUpdate,
     UpdateError,
-    apply_step,
     checked,
     exact_dot,
     from_codec,
@@ -24,11 +22,11 @@ from swarm.fixed_point import (
     rounded_mean,
     scaled,
     step_digest,
-    summed,
     to_fixed,
     to_float,
     weights_digest,
 )
+from swarm.sums import CUT, apply_step, summed
 
 PINNED_WEIGHTS = "955afa82485a988d"
 PINNED_STEP = "23a3140294c0dc61"

@@ -7,7 +7,8 @@ from fixed_updates import SIZE, vectors
 from hypothesis import given, settings
 from hypothesis import strategies as st
 
-from swarm.fixed_point import FixedUpdate, apply_step, exact_dot, summed
+from swarm.fixed_point import FixedUpdate, exact_dot
+from swarm.sums import apply_step, summed
 from swarm.trend import Trend
 
 small = vectors(2**27)

@@ -24,13 +24,13 @@ from swarm.fixed_point import (
     FixedUpdate,
     Ints,
     UpdateError,
-    apply_step,
     checked,
     step_digest,
     weights_digest,
 )
 from swarm.log import Contribution, Entry, LogError, genesis
 from swarm.round_groups import group_name
+from swarm.sums import apply_step
 from swarm.updates import (
     OtherCodec,
     UpdateCodec,
