@@ -41,7 +41,7 @@ class Muon(torch.optim.Optimizer):
         super().__init__([dict(group) for group in groups], defaults)
 
     @torch.no_grad()
-    def step(self, closure: None = None) -> None:  # type: ignore[override]
+    def step(self, closure: None = None) -> None:  # type: ignore[override]  # nobody has a closure
         """One step of every matrix that has a gradient."""
         alike: dict[tuple[int, ...], list[tuple[Tensor, Tensor, float]]] = {}
         for weight, parts, group in self._trained():
