@@ -76,8 +76,8 @@ batch = {training.batch}
 learning_rate = {training.learning_rate}
 final_learning_rate = {training.final_learning_rate}
 warmup_steps = {training.warmup_steps}
-# Of the matrices inside layers. "muon": by their orthogonalised momentum; embeddings, heads and norms
-# have AdamW in any case. "adamw": everything.
+# Of the matrices inside layers. "muon": by their orthogonalised momentum; embeddings, heads and
+# norms have AdamW in any case. "adamw": everything.
 optimizer = {training.optimizer}
 weight_decay = {training.weight_decay}
 # AdamW.

@@ -58,6 +58,11 @@ def apply_entry(state: RoundState, entry: Entry, out: list[act.Action]) -> Round
     return state
 
 
+def _is_newcomer(state: RoundState) -> bool:
+    """Whether no update of ours is in the log."""
+    return not any(entry.contribution_of(state.me) for entry in state.log.entries)
+
+
 def choose_head(state: RoundState, now_s: float, out: list[act.Action]) -> RoundState:
     """Look whether others stand elsewhere. Before the first deadline only if most of them do."""
     stage = state.stage
@@ -73,14 +78,19 @@ def choose_head(state: RoundState, now_s: float, out: list[act.Action]) -> Round
         for peer, view in state.peers.items()
         if view.round == state.round and active(state, peer)
     }
-    # In a young swarm nobody is senior and all count; we must not be the first to think we are.
-    mature = state.round - state.warm_until >= 2 * state.trust.rules.seniority
-    heads[state.me] = SignedHead(head.digest, head.round, mature)
+    known = sum(active(state, peer) for peer in state.peers)
+    ahead = {peer: other for peer, other in heads.items() if other.round > head.round}
+    if ahead and _is_newcomer(state):
+        heads = ahead  # nothing of ours is in the head we have: it is no side of a tie
+    else:
+        # In a young swarm nobody is senior and all count; we must not be the first to think we are.
+        mature = state.round - state.warm_until >= 2 * state.trust.rules.seniority
+        heads[state.me] = SignedHead(head.digest, head.round, mature)
+        known += 1
     counts = support(heads, state.round)
     target = winner(counts)
     if target is None or target == head.digest:
         return state
-    known = 1 + sum(active(state, peer) for peer in state.peers)
     if now_s < stage.first_s and 2 * counts[target] <= known:
         return state
     holders = tuple(sorted(p for p, h in heads.items() if h.digest == target))
@@ -107,8 +117,8 @@ def fetched(state: RoundState, event: act.ConsensusFetched, out: list[act.Action
         after = plan.fork.round if plan.fork else log.head.round
         new = tuple(entry for entry in event.entries if entry.round > after)
         in_flight = _settle(state, new, plan.rollback, out)
-    newcomer = not any(e.contribution_of(state.me) for e in log.entries)
-    warm = state.round + 1 if newcomer and event.entries[-1].round > 0 else state.warm_until
+    newcomer = _is_newcomer(state) and event.entries[-1].round > 0
+    warm = state.round + 1 if newcomer else state.warm_until
     return replace(
         state,
         log=log.moved(event.entries),

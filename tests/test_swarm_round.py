@@ -381,3 +381,30 @@ def test_swarms_under_any_weather(
 def resume(host: Host) -> None:
     host.running = True
     host.hear(act.Tick())
+
+
+def stood_elsewhere(mine: tuple[Entry, ...], theirs: Entry) -> list[act.Action]:
+    """What a replica does when the only other one says, before the deadline, that it is ahead."""
+    state = RoundState("me", RULES, ConsensusLog((START, *mine)), round=1)
+    state, _ = step(state, act.Tick(), 40.1)
+    assert state.stage is not None and state.stage.phase is Phase.COLLECT
+    record = act.PeerRecord("p0", 2, theirs.digest, theirs.round, None, 0, 2.0)
+    return step(state, record, 40.2)[1]
+
+
+@pytest.mark.parametrize("salt", range(4))  # of two heads the lower digest wins a tie
+def test_a_newcomer_follows_one_that_is_ahead_at_once(salt: int) -> None:
+    part = Contribution(bytes([salt]) * 32, "p0", SCALE_ONE)
+    first = Entry(0, START.digest, bytes(32), bytes(32), 1, (part,))
+    second = Entry(1, first.digest, bytes(32), bytes(32), 1, (part,))
+    found = [a for a in stood_elsewhere((first,), second) if isinstance(a, act.FetchConsensus)]
+    assert [(a.target, a.holders) for a in found] == [(second.digest, ("p0",))]
+
+
+@pytest.mark.parametrize("salt", range(4))
+def test_who_has_contributed_is_a_side_of_a_tie_until_the_deadline(salt: int) -> None:
+    part = Contribution(bytes([salt]) * 32, "me", SCALE_ONE)
+    first = Entry(0, START.digest, bytes(32), bytes(32), 1, (part,))
+    other = Entry(1, START.digest, bytes(32), bytes(32), 1, ())
+    actions = stood_elsewhere((first,), other)
+    assert not any(isinstance(a, act.FetchConsensus) for a in actions)
