@@ -27,6 +27,7 @@ def peer_of(address: str) -> str:
     return address.rpartition("/p2p/")[2]
 
 
+@pytest.mark.long  # a minute and a half; the storm and test_live_swarm kill a seed as well
 def test_a_swarm_outlives_its_seeds(tmp_path: Path) -> None:
     with live_swarm(tmp_path, tiny_run_file(blocks=1)) as swarm:
 
