@@ -20,7 +20,6 @@ import os
 import signal
 import sys
 import time
-import warnings
 from collections.abc import AsyncIterator, Awaitable, Callable, Iterator, Sequence
 from pathlib import Path
 from typing import Any
@@ -28,6 +27,14 @@ from typing import Any
 import numpy as np
 
 from benchmarks.averaging_swarm import lo_bytes
+from node.board import ReplicaBoard
+from node.daemon import DaemonSettings
+from node.exchange import ReplicaSettings
+from node.memory import keep_freed_memory
+from node.network import Network, NetworkPeers, NetworkSettings
+from node.replica import Replica
+from node.replica_service import serve_replica
+from node.service import Reply, Status
 from protocol import messages
 from protocol.frames import Chunks, content_digest
 from protocol.records import Role
@@ -38,17 +45,6 @@ from swarm.flat import Change, Floats
 from swarm.log import Entry
 from swarm.round_state import RoundRules
 from swarm.updates import UpdateCodec
-
-with warnings.catch_warnings():
-    warnings.simplefilter("ignore")  # hivemind's import uses what torch calls deprecated
-    from node.board import ReplicaBoard
-    from node.daemon import DaemonSettings
-    from node.exchange import ReplicaSettings
-    from node.memory import keep_freed_memory
-    from node.network import Network, NetworkPeers, NetworkSettings
-    from node.replica import Replica
-    from node.replica_service import serve_replica
-    from node.service import Reply, Status
 
 RUN_FILE = b"averaging benchmark"
 RUN_ID = content_digest(RUN_FILE)

@@ -28,7 +28,6 @@ import subprocess
 import sys
 import tempfile
 import time
-import warnings
 from collections.abc import AsyncIterator
 from dataclasses import asdict, dataclass, replace
 from pathlib import Path
@@ -109,12 +108,11 @@ class Probe:
 
 async def live_host(told: dict[str, Any]) -> None:
     """A host; if it is the measured one, the figures of `seconds` after its first rounds."""
-    with warnings.catch_warnings():
-        warnings.simplefilter("ignore")  # hivemind's import uses what torch calls deprecated
-        from node.daemon import DaemonSettings
-        from node.host import Host
-        from node.host_settings import HostSettings
-        from node.network import NetworkSettings
+    from node.daemon import DaemonSettings
+    from node.host import Host
+    from node.host_settings import HostSettings
+    from node.network import NetworkSettings
+
     text, folder = bytes.fromhex(told["run"]), Path(told["folder"])
     daemon = DaemonSettings(folder / "identity", hosts=("127.0.0.1",), map_port=False)
     network = NetworkSettings(daemon, run_id(text), text, tuple(told["join"]), state_folder=folder)

@@ -27,7 +27,6 @@ import subprocess
 import sys
 import tempfile
 import time
-import warnings
 from collections.abc import AsyncIterator, Coroutine, Iterator
 from pathlib import Path
 from statistics import median
@@ -37,20 +36,16 @@ from blake3 import blake3
 
 from benchmarks import harness
 from benchmarks.transport_light import light_row
+from node.daemon import DaemonSettings
+from node.hivemind_parts import PeerID
+from node.network import Network, NetworkSettings
+from node.p2pd_stream import P2pdStream
+from node.service import Reply, Status
+from node.transport import Caller, Transport
 from protocol import messages
 from protocol.frames import Chunks, Deadline, content_digest
 from protocol.ledger import LinkModel
 from protocol.limits import CHUNK_BYTES
-
-with warnings.catch_warnings():
-    warnings.simplefilter("ignore")  # hivemind's import uses what torch calls deprecated
-    from hivemind.p2p import PeerID
-
-    from node.daemon import DaemonSettings
-    from node.network import Network, NetworkSettings
-    from node.p2pd_stream import P2pdStream
-    from node.service import Reply, Status
-    from node.transport import Caller, Transport
 
 MB = 1_000_000
 RUN_FILE = b"benchmark"

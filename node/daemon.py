@@ -29,11 +29,9 @@ from importlib.resources import files
 from pathlib import Path
 from typing import Any, Literal
 
-from hivemind.p2p import P2P
-from hivemind.utils.multiaddr import Multiaddr
-
 from node import socket_folder
 from node.addresses import listening_on
+from node.hivemind_parts import P2P, Multiaddr
 from node.transport import Transport
 from protocol.errors import BlockswarmError
 from protocol.identity import peer_from_text

@@ -22,13 +22,16 @@ from itertools import zip_longest
 from typing import Any
 
 import msgpack
-from hivemind.dht.protocol import DHTProtocol
-from hivemind.dht.routing import DHTID
-from hivemind.dht.storage import DictionaryDHTValue
-from hivemind.p2p import P2PContext, PeerID
-from hivemind.proto import dht_pb2
-from hivemind.utils import MSGPackSerializer
 
+from node.hivemind_parts import (
+    DHTID,
+    DHTProtocol,
+    DictionaryDHTValue,
+    MSGPackSerializer,
+    P2PContext,
+    PeerID,
+    dht_pb2,
+)
 from protocol.admission import RecordTable
 from protocol.errors import WireError
 from protocol.identity import public_key_of

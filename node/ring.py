@@ -12,11 +12,8 @@ from collections.abc import Callable
 from itertools import zip_longest
 from typing import Any
 
-from hivemind.dht.routing import DHTID
-from hivemind.p2p import PeerID
-from hivemind.proto import dht_pb2
-
 from node.dht import CALL_S, NEIGHBOURS, Clock, Lookup, RecordProtocol, current_lookup, node_id_of
+from node.hivemind_parts import DHTID, PeerID, dht_pb2
 from protocol.admission import RecordTable
 from protocol.records import SignedRecord
 

@@ -25,11 +25,9 @@ from dataclasses import dataclass
 from pathlib import Path
 from typing import Any, cast
 
-from hivemind.proto import p2pd_pb2
-from hivemind.utils.multiaddr import Multiaddr
-
 from node import addresses
 from node.gate import DaemonGone, Unreachable
+from node.hivemind_parts import Multiaddr, p2pd_pb2
 from node.p2pd_stream import CLOSE_S, P2pdStream
 from node.stale_line import QUIET_S, greets
 from protocol.errors import WireError

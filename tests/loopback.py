@@ -5,7 +5,6 @@ from __future__ import annotations
 import asyncio
 import contextlib
 import os
-import warnings
 from collections.abc import AsyncIterator, Callable, Coroutine, Iterator
 from pathlib import Path
 from typing import Any, TypeVar
@@ -13,10 +12,6 @@ from typing import Any, TypeVar
 import pytest
 import uvloop
 from processes import comes_true
-
-with warnings.catch_warnings():
-    warnings.simplefilter("ignore")  # hivemind's import uses what torch calls deprecated
-    import hivemind  # noqa: F401
 
 from node.daemon import DaemonSettings
 from node.gate import Backoff, Gate

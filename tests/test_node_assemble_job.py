@@ -7,9 +7,6 @@ from dataclasses import replace
 from pathlib import Path
 from typing import Any
 
-import loopback  # noqa: F401  (imports hivemind with its warnings ignored, so it comes first)
-
-# isort: split
 import pytest
 import torch
 from live import tiny_run_file

@@ -7,9 +7,6 @@ import random
 from types import SimpleNamespace
 from typing import Any
 
-import loopback  # noqa: F401  it imports hivemind with its warnings ignored, so it comes first
-
-# isort: split
 import pytest
 from live import tiny_run_file
 

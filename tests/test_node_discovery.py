@@ -9,23 +9,22 @@ import time
 from pathlib import Path
 from typing import Any
 
-from loopback import RUN_FILE, RUN_ID, _no_daemon_left, node, pair, run, until  # noqa: F401
-
-# `loopback` imports hivemind with its warnings ignored, so it comes first.
-# isort: split
 import msgpack
 import pytest
-from hivemind.dht.routing import DHTID
-from hivemind.dht.storage import DictionaryDHTValue
-from hivemind.p2p import PeerID
-from hivemind.proto import dht_pb2
-from hivemind.utils import MSGPackSerializer
 from hypothesis import given
 from hypothesis import strategies as st
+from loopback import RUN_FILE, RUN_ID, _no_daemon_left, node, pair, run, until  # noqa: F401
 
 from node.addresses import AddressError
 from node.dht import STORES_BURST, Lookup, node_id_of, pack_dictionary, unpack_dictionary
 from node.discovery import Discovery, PeerBook, parse_seeds
+from node.hivemind_parts import (
+    DHTID,
+    DictionaryDHTValue,
+    MSGPackSerializer,
+    PeerID,
+    dht_pb2,
+)
 from node.network import Network
 from node.ring import REPLICAS, STORES_PER_WALK
 from protocol import messages, records

@@ -6,7 +6,6 @@ import json
 import os
 from pathlib import Path
 
-import loopback  # noqa: F401 (hivemind warns when it is imported; this does not)
 import pytest
 
 from node import home as homes

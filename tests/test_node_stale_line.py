@@ -13,6 +13,7 @@ from loopback import RUN_ID, _no_daemon_left, node, run, until, until_async  # n
 
 from node import addresses
 from node.gate import Unreachable
+from node.hivemind_parts import p2pd_pb2
 from node.network import Network
 from node.stale_line import greets
 from protocol import messages
@@ -177,8 +178,6 @@ def test_p2pd_is_not_made_to_dial_where_nobody_greets(
     tmp_path: Path, monkeypatch: pytest.MonkeyPatch
 ) -> None:
     """Each dial in vain makes it wait for longer: after a minute 30 s, at last 5 minutes."""
-    from hivemind.proto import p2pd_pb2  # warns when it is imported before `loopback`
-
     dialled = 0
 
     async def main() -> None:

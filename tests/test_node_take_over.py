@@ -7,9 +7,6 @@ from pathlib import Path
 from types import SimpleNamespace
 from typing import Any
 
-import loopback  # noqa: F401  it imports hivemind with its warnings ignored, so it comes first
-
-# isort: split
 import numpy as np
 import pytest
 from chains import CODEC, EVERY, FIRST, RUN, Chain, Donors, identity, run

@@ -6,7 +6,6 @@ import time
 from dataclasses import replace
 from typing import Any
 
-import loopback  # noqa: F401 (hivemind warns when it is imported; this does not)
 import pytest
 
 from node.addresses import AddressError
