@@ -8,13 +8,16 @@ Muon takes the momentum of a matrix's gradient and makes all its singular values
 AdamW follows the few directions that every gradient has in common, this learns in all of them, for
 half of AdamW's state (one buffer instead of two). Embeddings and heads are tables of bytes, one row
 each, and norms are vectors: there AdamW's step per number is the right one.
+
+The arithmetic of AdamW is torch's, its `torch.optim` is not used: the first step there imports
+torch's compiler, which costs every training process two seconds and 70 MB.
 """
 
 from __future__ import annotations
 
 import math
-from collections.abc import Iterator, Mapping, Sequence
-from typing import Any
+from collections.abc import Iterable, Mapping, Sequence
+from dataclasses import dataclass
 
 import torch
 from torch import Tensor, nn
@@ -28,55 +31,112 @@ MOMENTUM = 0.95
 # Root mean square of a step per unit of learning rate. AdamW's is between 0.2 and 1, so that one
 # learning rate serves both.
 STEP_RMS = 0.6
-TOGETHER = (
-    1 << 22
-)  # numbers that are orthogonalised at once: small matrices in batches, large alone
+TOGETHER = 1 << 22  # numbers orthogonalised at once: small matrices in batches, large ones alone
+EPSILON = 1e-8  # of AdamW
 
 
-class Muon(torch.optim.Optimizer):
-    """Momentum, orthogonalised. `parts` is how many square-ish matrices are stacked in each."""
+@dataclass(frozen=True)
+class Group:
+    """Weights that are treated alike. `parts`: how many square-ish matrices are stacked in each."""
 
-    def __init__(self, groups: Sequence[Mapping[str, Any]], lr: float, weight_decay: float) -> None:
-        defaults = {"lr": lr, "weight_decay": weight_decay, "parts": 1}
-        super().__init__([dict(group) for group in groups], defaults)
+    weights: tuple[Tensor, ...]
+    weight_decay: float
+    parts: int = 1
+
+    @property
+    def trained(self) -> list[tuple[Tensor, Tensor]]:
+        """Weights and their gradients, of those that have one."""
+        return [(weight, weight.grad) for weight in self.weights if weight.grad is not None]
+
+
+class Rule:
+    """What a way to follow gradients remembers of each weight, by name."""
+
+    remembers: tuple[str, ...] = ()
+
+    def __init__(self, groups: Iterable[Group]) -> None:
+        self.groups = tuple(group for group in groups if group.weights)
+        self.state: dict[Tensor, dict[str, Tensor]] = {}
+
+    def step(self, learning_rate: float) -> None:
+        raise NotImplementedError
+
+
+class AdamW(Rule):
+    remembers = ("step", "exp_avg", "exp_avg_sq")
+
+    def __init__(self, groups: Iterable[Group], beta1: float, beta2: float) -> None:
+        super().__init__(groups)
+        self.beta1, self.beta2 = beta1, beta2
 
     @torch.no_grad()
-    def step(self, closure: None = None) -> None:  # type: ignore[override]  # nobody has a closure
+    def step(self, learning_rate: float) -> None:
+        for group in self.groups:
+            if not group.trained:
+                continue
+            weights, gradients = zip(*group.trained, strict=True)
+            states = [self._state(weight) for weight in weights]
+            torch._foreach_add_([state["step"] for state in states], 1.0)
+            torch._fused_adamw_(
+                weights,
+                gradients,
+                [state["exp_avg"] for state in states],
+                [state["exp_avg_sq"] for state in states],
+                [],
+                [state["step"] for state in states],
+                lr=learning_rate,
+                beta1=self.beta1,
+                beta2=self.beta2,
+                weight_decay=group.weight_decay,
+                eps=EPSILON,
+                amsgrad=False,
+                maximize=False,
+            )
+
+    def _state(self, weight: Tensor) -> dict[str, Tensor]:
+        if weight not in self.state:
+            self.state[weight] = {
+                "step": torch.zeros((), dtype=torch.float32, device=weight.device),
+                "exp_avg": torch.zeros_like(weight),
+                "exp_avg_sq": torch.zeros_like(weight),
+            }
+        return self.state[weight]
+
+
+class Muon(Rule):
+    """Momentum, orthogonalised."""
+
+    remembers = ("momentum",)
+
+    @torch.no_grad()
+    def step(self, learning_rate: float) -> None:
         """One step of every matrix that has a gradient."""
-        alike: dict[tuple[int, ...], list[tuple[Tensor, Tensor, float]]] = {}
-        for weight, parts, group in self._trained():
-            weight.mul_(1.0 - group["lr"] * group["weight_decay"])
-            pairs = zip(weight.chunk(parts), self._direction(weight).chunk(parts), strict=True)
-            for place, direction in pairs:
-                if place.shape[0] > place.shape[1]:
-                    place, direction = place.mT, direction.mT
-                shape = tuple(place.shape)
-                alike.setdefault(shape, []).append((place, direction, group["lr"]))
+        alike: dict[tuple[int, ...], list[tuple[Tensor, Tensor]]] = {}
+        for group in self.groups:
+            for weight, gradient in group.trained:
+                weight.mul_(1.0 - learning_rate * group.weight_decay)
+                directions = self._direction(weight, gradient).chunk(group.parts)
+                for place, way in zip(weight.chunk(group.parts), directions, strict=True):
+                    pair = (place.mT, way.mT) if place.shape[0] > place.shape[1] else (place, way)
+                    alike.setdefault(tuple(pair[0].shape), []).append(pair)
         for shape, found in alike.items():
             size = max(1, TOGETHER // math.prod(shape))
             for start in range(0, len(found), size):
-                _move(found[start : start + size], STEP_RMS * math.sqrt(max(shape)))
+                _move(found[start : start + size], -learning_rate * STEP_RMS * max(shape) ** 0.5)
 
-    def _trained(self) -> Iterator[tuple[Tensor, int, dict[str, Any]]]:
-        for group in self.param_groups:
-            for weight in group["params"]:
-                if weight.grad is not None:
-                    yield weight, group["parts"], group
-
-    def _direction(self, weight: Tensor) -> Tensor:
+    def _direction(self, weight: Tensor, gradient: Tensor) -> Tensor:
         """Nesterov's: the gradient, most of the way towards its momentum."""
-        state = self.state[weight]
-        if "momentum" not in state:
-            state["momentum"] = torch.zeros_like(weight)
-        state["momentum"].lerp_(weight.grad, 1.0 - MOMENTUM)
-        assert weight.grad is not None
-        return weight.grad.lerp(state["momentum"], MOMENTUM)
+        if weight not in self.state:
+            self.state[weight] = {"momentum": torch.zeros_like(weight)}
+        momentum = self.state[weight]["momentum"]
+        momentum.lerp_(gradient, 1.0 - MOMENTUM)
+        return gradient.lerp(momentum, MOMENTUM)
 
 
-def _move(found: Sequence[tuple[Tensor, Tensor, float]], scale: float) -> None:
-    ways = orthogonalised(torch.stack([direction for _, direction, _ in found]))
-    for (place, _, lr), way in zip(found, ways, strict=True):
-        place.add_(way.to(place.dtype), alpha=-lr * scale)
+def _move(found: Sequence[tuple[Tensor, Tensor]], scale: float) -> None:
+    ways = orthogonalised(torch.stack([direction for _, direction in found]))
+    for (place, _), way in zip(found, ways, strict=True):
+        place.add_(way.to(place.dtype), alpha=scale)
 
 
 def orthogonalised(x: Tensor) -> Tensor:
@@ -100,59 +160,48 @@ class BlockOptimizer:
         if training.optimizer == "adamw":
             split = {}
         rest = [p for name, p in self.named.items() if name not in split]
-        lr, decay = training.learning_rate, training.weight_decay
-        self.optimizers: list[torch.optim.Optimizer] = [
-            torch.optim.AdamW(
-                [
-                    {"params": [p for p in rest if p.ndim >= 2], "weight_decay": decay},
-                    {"params": [p for p in rest if p.ndim < 2], "weight_decay": 0.0},
-                ],
-                lr=lr,
-                betas=(training.beta1, training.beta2),
-                fused=True,
-            )
-        ]
+        self.learning_rate = training.learning_rate  # of the last step
+        decay = training.weight_decay
+        tables = Group(tuple(p for p in rest if p.ndim >= 2), decay)
+        vectors = Group(tuple(p for p in rest if p.ndim < 2), 0.0)
+        self.rules: list[Rule] = [AdamW((tables, vectors), training.beta1, training.beta2)]
         if split:
-            groups = [
-                {"params": [self.named[n] for n, p in split.items() if p == parts], "parts": parts}
-                for parts in sorted(set(split.values()))
-            ]
-            self.optimizers.append(Muon(groups, lr, decay))
+            alike: dict[int, list[Tensor]] = {}
+            for name, parts in split.items():
+                alike.setdefault(parts, []).append(self.named[name])
+            self.rules.append(Muon(Group(tuple(found), decay, n) for n, found in alike.items()))
 
     @property
-    def param_groups(self) -> list[dict[str, Any]]:
-        return [group for optimizer in self.optimizers for group in optimizer.param_groups]
+    def groups(self) -> list[Group]:
+        return [group for rule in self.rules for group in rule.groups]
 
     def zero_grad(self) -> None:
-        for optimizer in self.optimizers:
-            optimizer.zero_grad(set_to_none=True)
+        for parameter in self.named.values():
+            parameter.grad = None
 
     def step(self, learning_rate: float) -> None:
-        for group in self.param_groups:
-            group["lr"] = learning_rate
-        for optimizer in self.optimizers:
-            optimizer.step()
+        self.learning_rate = learning_rate
+        for rule in self.rules:
+            rule.step(learning_rate)
 
     def tensors(self) -> dict[str, Tensor]:
         """All state by parameter name: no pickle needed to write it down."""
-        out: dict[str, Tensor] = {}
-        for name, parameter in self.named.items():
-            for optimizer in self.optimizers:
-                for key, value in optimizer.state.get(parameter, {}).items():
-                    out[f"{name}:{key}"] = value
-        return out
+        return {
+            f"{name}:{key}": value
+            for name, parameter in self.named.items()
+            for rule in self.rules
+            for key, value in rule.state.get(parameter, {}).items()
+        }
 
     def load(self, tensors: Mapping[str, Tensor]) -> None:
         """The inverse of `tensors`. What was never stepped has no state, neither there nor here."""
-        for optimizer in self.optimizers:
-            optimizer.state.clear()
-            keys = (
-                ("momentum",) if isinstance(optimizer, Muon) else ("step", "exp_avg", "exp_avg_sq")
-            )
-            trained = {id(p) for group in optimizer.param_groups for p in group["params"]}
-            for name, parameter in self.named.items():
-                if id(parameter) in trained and any(f"{name}:{key}" in tensors for key in keys):
-                    optimizer.state[parameter] = _state_of(name, parameter, tensors, keys)
+        names: dict[Tensor, str] = {parameter: name for name, parameter in self.named.items()}
+        for rule in self.rules:
+            rule.state.clear()
+            for weight in (weight for group in rule.groups for weight in group.weights):
+                name, keys = names[weight], rule.remembers
+                if any(f"{name}:{key}" in tensors for key in keys):
+                    rule.state[weight] = _state_of(name, weight, tensors, keys)
 
 
 def _state_of(

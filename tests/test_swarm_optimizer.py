@@ -2,6 +2,9 @@
 
 from __future__ import annotations
 
+import subprocess
+import sys
+
 import pytest
 import torch
 from conftest import MakeRun
@@ -11,7 +14,7 @@ from torch import Tensor
 
 from swarm import optimizer
 from swarm.model import Block
-from swarm.optimizer import MOMENTUM, STEP_RMS, BlockOptimizer, Muon, orthogonalised
+from swarm.optimizer import MOMENTUM, STEP_RMS, BlockOptimizer, Group, Muon, orthogonalised
 from swarm.run import Training
 from swarm.worker import initial_block
 
@@ -59,7 +62,7 @@ def test_the_first_step_of_a_matrix(rows: int, columns: int) -> None:
     weight = torch.nn.Parameter(matrix(rows, columns))
     before = weight.detach().clone()
     weight.grad = matrix(rows, columns, 1)
-    Muon([{"params": [weight]}], lr=0.1, weight_decay=0.5).step()
+    Muon([Group((weight,), 0.5)]).step(0.1)
     step = before * (1 - 0.1 * 0.5) - weight.detach()
     u, _, v = torch.linalg.svd(weight.grad, full_matrices=False)
     along = torch.linalg.svdvals(u.T @ step @ v.T) / (0.1 * STEP_RMS * max(rows, columns) ** 0.5)
@@ -70,14 +73,14 @@ def test_the_first_step_of_a_matrix(rows: int, columns: int) -> None:
 
 def test_momentum_is_nesterovs() -> None:
     weight = torch.nn.Parameter(matrix(4, 4))
-    muon = Muon([{"params": [weight]}], lr=0.1, weight_decay=0.0)
+    muon = Muon([Group((weight,), 0.0)])
     momentum = torch.zeros(4, 4)
     for seed in range(3):
         weight.grad = matrix(4, 4, seed + 1)
         momentum = MOMENTUM * momentum + (1 - MOMENTUM) * weight.grad
         way = (1 - MOMENTUM) * weight.grad + MOMENTUM * momentum
         wanted = weight.detach() - 0.1 * STEP_RMS * 2.0 * orthogonalised(way[None])[0]
-        muon.step()
+        muon.step(0.1)
         assert torch.allclose(weight.detach(), wanted, atol=1e-6)
 
 
@@ -87,7 +90,7 @@ def test_queries_keys_and_values_are_three_matrices() -> None:
     before = weight.detach().clone()
     weight.grad = torch.zeros(12, 4)
     weight.grad[:4] = matrix(4, 4, 1)
-    Muon([{"params": [weight], "parts": 3}], lr=0.1, weight_decay=0.0).step()
+    Muon([Group((weight,), 0.0, parts=3)]).step(0.1)
     assert not torch.equal(weight[:4], before[:4])
     assert torch.equal(weight[4:], before[4:])
 
@@ -123,6 +126,39 @@ def test_adamw_for_everything(tiny_run: MakeRun) -> None:
     assert len(made.tensors()) == 3 * len(made.named)
 
 
+def test_adamw_is_torchs_in_the_same_bits(tiny_run: MakeRun) -> None:
+    training = Training(optimizer="adamw", weight_decay=0.07)
+    ours, theirs = (initial_block(tiny_run(), 1) for _ in range(2))
+    made = BlockOptimizer(training, ours)
+    wanted = torch.optim.AdamW(
+        [
+            {"params": [p for p in theirs.parameters() if p.ndim >= 2], "weight_decay": 0.07},
+            {"params": [p for p in theirs.parameters() if p.ndim < 2], "weight_decay": 0.0},
+        ],
+        betas=(training.beta1, training.beta2),
+        fused=True,
+    )
+    for seed, rate in enumerate((0.01, 0.003, 0.02)):
+        with_gradients(ours, seed)
+        made.step(rate)
+        with_gradients(theirs, seed)
+        for group in wanted.param_groups:
+            group["lr"] = rate
+        wanted.step()
+    pairs = zip(ours.parameters(), theirs.parameters(), strict=True)
+    assert all(torch.equal(a, b) for a, b in pairs)
+
+
+def test_what_has_no_gradient_stays_as_it_is(tiny_run: MakeRun) -> None:
+    for kind in ("muon", "adamw"):
+        block = initial_block(tiny_run(), 1)
+        before = [parameter.detach().clone() for parameter in block.parameters()]
+        made = BlockOptimizer(Training(optimizer=kind), block)
+        made.step(0.01)
+        assert made.tensors() == {}
+        assert all(torch.equal(a, b) for a, b in zip(before, block.parameters(), strict=True))
+
+
 def _keys(made: BlockOptimizer, name: str) -> list[str]:
     return [key.split(":")[1] for key in made.tensors() if key.split(":")[0] == name]
 
@@ -132,9 +168,9 @@ def test_weight_decay_is_for_matrices_only(tiny_run: MakeRun, kind: str) -> None
     run = tiny_run(weight_decay=0.07, optimizer=kind)
     block = initial_block(run, 1)
     decays = {
-        id(p): group["weight_decay"]
-        for group in BlockOptimizer(run.training, block).param_groups
-        for p in group["params"]
+        id(p): group.weight_decay
+        for group in BlockOptimizer(run.training, block).groups
+        for p in group.weights
     }
     assert len(decays) == len(list(block.parameters()))
     for p in block.parameters():
@@ -171,3 +207,16 @@ def test_state_that_does_not_fit_is_refused(tiny_run: MakeRun) -> None:
     lost = next(key for key in tensors if key.endswith(":exp_avg"))
     with pytest.raises(KeyError):
         made.load({key: value for key, value in tensors.items() if key != lost})
+
+
+def test_a_step_does_not_import_torchs_compiler() -> None:
+    """Two seconds and 70 MB in every training process, for nothing that is compiled."""
+    code = (
+        "import sys, torch; from swarm.local import LocalSwarm; from swarm.run import Run;"
+        "swarm = LocalSwarm(Run(seed=0), torch.device('cpu'));"
+        "x = torch.zeros(2, 128, dtype=torch.long); swarm.step(x, x);"
+        "print('torch._dynamo' in sys.modules)"
+    )
+    command = [sys.executable, "-c", code]
+    done = subprocess.run(command, capture_output=True, text=True, timeout=120, check=True)
+    assert done.stdout.strip() == "False"

@@ -79,5 +79,5 @@ def test_the_rate_follows_the_runs_schedule(tiny_run: MakeRun, periodic: Periodi
     worker = ReferenceWorker(run, CPU)
     for step in range(4):
         worker.step(*periodic(4, 16))
-        rates = {group["lr"] for group in worker.optimizer.param_groups}
+        rates = {worker.optimizer.learning_rate}
         assert rates == {run.training.learning_rate_at(step)}

@@ -63,7 +63,7 @@ def test_only_the_own_block_changes(
     assert not same(own, weights(worker.block))
     assert all(same(k, weights(block)) for k, block in zip(kept, others, strict=True))
     assert all(p.grad is None for block in others for p in block.parameters())
-    held = {id(p) for group in worker.optimizer.param_groups for p in group["params"]}
+    held = {id(p) for group in worker.optimizer.groups for p in group.weights}
     assert held == {id(p) for p in worker.block.parameters()}
 
 
@@ -151,7 +151,7 @@ def test_gradients_are_clipped_and_the_rate_follows_the_schedule(tiny_run: MakeR
     worker = BlockWorker(run, 2, CPU)
     for step in range(4):
         worker.step(*batch(step), copies(run)[:2], None)
-        rates = {group["lr"] for group in worker.optimizer.param_groups}
+        rates = {worker.optimizer.learning_rate}
         assert rates == {run.training.learning_rate_at(step)}
     norms = [float(p.grad.norm()) for p in worker.block.parameters() if p.grad is not None]
     assert sum(n**2 for n in norms) ** 0.5 == pytest.approx(1e-3, rel=1e-3)
