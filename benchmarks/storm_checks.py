@@ -156,6 +156,11 @@ class Sample:
     peers: int = 0  # other hosts at the far end of its TCP connections
     parts: Mapping[str, int] = field(default_factory=dict)  # the same, by process and kind
 
+    @property
+    def own_threads(self) -> int:
+        """Without those of p2pd: Go keeps every thread that it once needed, for the next time."""
+        return self.threads - self.parts.get("p2pd threads", 0)
+
 
 def sample(pid: int, at_s: float) -> Sample:
     parts: Counter[str] = Counter()
@@ -192,7 +197,7 @@ def _kind(pid: int) -> str:
     command = Path(f"/proc/{pid}/cmdline").read_bytes()
     if command.split(b"\0")[0].endswith(b"p2pd"):
         return "p2pd"
-    return "trainer" if b"spawn_main" in command and b"tracker" not in command else "other"
+    return "trainer" if b"spawn_main" in command else "other"
 
 
 def _tcp_far_ends(pid: int) -> dict[str, str]:
@@ -209,7 +214,8 @@ def _tcp_far_ends(pid: int) -> dict[str, str]:
 
 def growth(samples: Mapping[str, Iterable[Sample]], end_s: float) -> dict[str, float]:
     """The most that a host grew, in percent, from when it had settled to the end."""
-    out = {"memory_growth_percent": 0.0, "descriptor_growth": 0.0, "thread_growth": 0.0}
+    counts = ("descriptor", "thread", "own_thread")
+    out = {"memory_growth_percent": 0.0, **{f"{name}_growth": 0.0 for name in counts}}
     for found in samples.values():
         kept = sorted(found, key=lambda s: s.at_s)
         early = [s for s in kept if SETTLED * end_s <= s.at_s <= 2 * SETTLED * end_s]
@@ -218,7 +224,7 @@ def growth(samples: Mapping[str, Iterable[Sample]], end_s: float) -> dict[str, f
             continue
         ratio = _middle(late, "rss_bytes") / _middle(early, "rss_bytes")
         out["memory_growth_percent"] = max(out["memory_growth_percent"], 100 * (ratio - 1))
-        for name in ("descriptor", "thread"):
+        for name in counts:
             more = _middle(late, f"{name}s") - _middle(early, f"{name}s")
             out[f"{name}_growth"] = max(out[f"{name}_growth"], more)
     return out

@@ -221,6 +221,12 @@ def test_growth_is_from_when_a_host_had_settled() -> None:
     found = storm_checks.growth({"a": samples}, 100.0)
     assert found["memory_growth_percent"] == pytest.approx(100 * (187 / 137.5 - 1), abs=1)
     assert found["descriptor_growth"] == found["thread_growth"] == 0
+    more = [replace(s, threads=5 + (s.at_s > 50), parts={"p2pd threads": 3}) for s in samples]
+    found = storm_checks.growth({"a": more}, 100.0)
+    assert found["thread_growth"] == found["own_thread_growth"] == 1
+    of_p2pd = [replace(s, parts={"p2pd threads": s.threads - 2}) for s in more]
+    found = storm_checks.growth({"a": of_p2pd}, 100.0)
+    assert found["thread_growth"] == 1 and found["own_thread_growth"] == 0
     first, last = storm_checks.ce_ends({"a": [_round(n) for n in range(20)]})
     assert first > last
 
@@ -283,6 +289,7 @@ def test_five_minutes_of_storm(wan_rights: None) -> None:
     assert figures["ce_last"] < figures["ce_first"], shown
     assert figures["memory_growth_percent"] < 25, shown
     assert figures["descriptor_growth"] < 30 and figures["thread_growth"] < 20, shown
+    assert figures["own_thread_growth"] <= 2, shown
 
 
 @pytest.mark.long
