@@ -17,8 +17,8 @@ from swarm.run import VOCABULARY, ModelShape, Objective, Run
 if TYPE_CHECKING:
     from swarm.runfile import RunFile
 
-# Two processes with torch, one with hivemind (240 MiB) and one with what AdamW imports (300 MiB),
-# the pages of the libraries that they share (150 MiB), p2pd (64 MiB).
+# Two processes with torch, one of them with hivemind's DHT, the pages of the libraries that they
+# share, p2pd (64 MiB).
 RUNTIME_BYTES = 750 << 20
 WORKER_BYTES_PER_WEIGHT = 20  # fp32 weights, gradients, two moments of Adam, int32 consensus
 # An fp32 vector shared with the node, two snapshots, the trend, room for the next consensus; and
