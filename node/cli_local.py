@@ -89,7 +89,7 @@ without_option = click.option(
 @click.option(
     "--optimizer",
     type=click.Choice(get_args(Optimizer)),
-    default="adamw",
+    default="muon",
     show_default=True,
     help="Of the matrices inside layers.",
 )

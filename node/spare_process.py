@@ -118,9 +118,8 @@ def give_order(started: Started, order: dict[str, Any], memory_fd: int) -> None:
 def _wait_for_order(connection: Connection) -> None:
     """The process. It ends when the other end of the pipe is gone."""
     threading.Thread(target=_end_with_owner, daemon=True).start()
-    from node.trainer_process import trainer_main, warm_up
+    from node.trainer_process import trainer_main
 
-    warm_up()
     try:
         order = msgpack.unpackb(connection.recv_bytes(), strict_map_key=False)
         fd = reduction.recv_handle(connection)

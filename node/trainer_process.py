@@ -121,11 +121,6 @@ def followed_blocks(run: Run, block: int) -> list[int]:
     return [*range(block), *([block + 1] if ahead else [])]
 
 
-def warm_up() -> None:
-    """Import now what the first optimizer would import: half of what starting a trainer takes."""
-    import torch._dynamo  # noqa: F401
-
-
 def trainer_main(connection: Connection, order: dict[str, Any], memory: Any) -> None:
     """The process. It ends when it is told to, or when the other end of the pipe is gone."""
     signal.signal(signal.SIGINT, signal.SIG_IGN)  # Ctrl-C reaches us too; the node decides

@@ -107,7 +107,7 @@ class Training:
     batch: int = 8
     learning_rate: float = 2e-3
     final_learning_rate: float = 0.02  # as a share of learning_rate
-    optimizer: Optimizer = "adamw"  # of the matrices inside layers; the rest has AdamW
+    optimizer: Optimizer = "muon"  # of the matrices inside layers; the rest has AdamW
     warmup_steps: int = 40
     weight_decay: float = 0.05
     beta1: float = 0.9
