@@ -157,6 +157,7 @@ def row(name: str, ce: float, mb: float, seed: int = 0, workers: int = 6) -> dic
         "rounds": 200,
         "workers": workers,
         "seed": seed,
+        "optimizer": "muon",
         "ce": ce,
         "update_mb": mb,
         "relay_mb": mb,
