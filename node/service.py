@@ -28,6 +28,7 @@ from protocol.limits import (
     CE_MAX_NATS,
     CONTROL_DEADLINE_S,
     EXCHANGES_PER_STREAM,
+    RESTS_S,
     Kind,
 )
 from protocol.messages import ErrorCode, Message, Purpose, purpose_of
@@ -38,6 +39,7 @@ from protocol.version import PACKAGE_VERSION
 AGENT = f"blockswarm/{PACKAGE_VERSION}"
 STREAMS = 64  # incoming ones at once, of all peers; each has one buffer of at most 1 MiB
 TURNED_AWAY = 32  # further ones that are heard, only to be told `busy`
+RESTING = 128  # further ones between two questions: they cost a descriptor and no work
 _log = logging.getLogger(__name__)
 
 M = TypeVar("M", bound=Message)
@@ -83,10 +85,12 @@ _ENDS_STREAM = {
 
 
 class _Place:
-    """A stream's place. In the lobby it is only told `busy`, until it can move up."""
+    """A stream's place. In the lobby it is only told `busy`, until it can move up. Between two
+    questions it rests, and takes no place from others."""
 
-    def __init__(self, peer_id: bytes, streams: Gate, lobby: Gate) -> None:
+    def __init__(self, peer_id: bytes, streams: Gate, lobby: Gate, resting: Gate) -> None:
         self._peer_id, self._streams, self._lobby = peer_id, streams, lobby
+        self._resting = resting
         self._held = ExitStack()
         self._up = False
 
@@ -110,6 +114,16 @@ class _Place:
             self._held, self._up = found, True
         return None
 
+    def rest(self) -> bool:
+        """Give the place back until the next question; False if too many do so already."""
+        self._held.close()
+        self._up = False
+        try:
+            self._held.enter_context(self._resting.enter(self._peer_id))
+        except frames.Busy:
+            return False
+        return True
+
 
 class Service:
     """The handlers of a node. One object for all transports that it listens on."""
@@ -126,6 +140,7 @@ class Service:
         self.gate = gate or Gate()
         self._streams = streams or Gate(STREAMS)
         self._lobby = Gate(TURNED_AWAY)
+        self._resting = Gate(RESTING)
         self._control_deadline_s = control_deadline_s
         self._bulk_deadline_s = bulk_deadline_s
         self._entries: dict[Kind, _Entry] = {}
@@ -148,11 +163,12 @@ class Service:
         """Serve one incoming stream to its end. Leaves it closed, or aborted after an error."""
         channel = Channel(stream, self._deadline())
         try:
-            with _Place(peer_id, self._streams, self._lobby) as place:
+            with _Place(peer_id, self._streams, self._lobby, self._resting) as place:
                 async with channel:
                     for _ in range(EXCHANGES_PER_STREAM):
-                        if not await self._exchange(channel, peer_id, place):
+                        if not await self._exchange(channel, peer_id, place) or not place.rest():
                             break
+                        channel.deadline = Deadline.after(RESTS_S, RESTS_S)
         except frames.Busy:
             stream.abort()  # even the lobby is full: nobody can hold all of it
         except WireError as error:
@@ -161,7 +177,6 @@ class Service:
     async def _exchange(self, channel: Channel, peer_id: bytes, place: _Place) -> bool:
         """One request and its answer; whether the stream goes on."""
         purpose, block = int(Purpose.CONTROL), BLOCK_NONE
-        channel.deadline = self._deadline()
         try:
             try:
                 head = await channel.receive_head()

@@ -2,8 +2,9 @@
 
 Opening a stream costs p2pd and both hosts about six times the CPU of asking on one that is open
 (3.0 against 0.5 ms on loopback), and over a real link a round trip; a round asks every replica
-three times within a second. Decides how many are kept and for how long: briefly, because each holds
-one of the few places that the other side has. Knows nothing of what is asked.
+three times within a second, and the next round often comes within half a minute. Decides how many
+are kept and for how long: while they rest, the other side keeps no place for them. Knows nothing of
+what is asked.
 """
 
 from __future__ import annotations
@@ -13,9 +14,9 @@ import time
 from dataclasses import dataclass, field
 
 from node.p2pd_stream import P2pdStream
-from protocol.limits import EXCHANGES_PER_STREAM, STALL_S
+from protocol.limits import EXCHANGES_PER_STREAM, RESTS_S
 
-IDLE_S = min(5.0, STALL_S / 2)  # before the other side would give it up
+IDLE_S = RESTS_S / 2  # before the other side would give it up
 IDLE_PER_PEER = 2
 IDLE_IN_ALL = 32
 

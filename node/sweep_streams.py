@@ -23,7 +23,7 @@ from protocol.messages import Message, Purpose
 
 R = TypeVar("R", bound=Message)
 
-IDLE_S = 5.0  # a responder gives up on a silent stream after STALL_S
+IDLE_S = 5.0  # well before a responder gives it up
 BRIEF_IDLE_S = 0.5
 OTHERS = 16  # questions that others may put in between those which must follow each other
 ANSWER_S = 60.0  # every question has a shorter time of its own

@@ -91,6 +91,7 @@ EXCHANGES_PER_STREAM = 64
 # --- time and concurrency (defaults; a call may be stricter) ------------------------------------
 
 STALL_S = 10.0  # no byte for so long and the peer counts as gone
+RESTS_S = 60.0  # no question for so long and a stream that has carried one is given up
 CONTROL_DEADLINE_S = 15.0  # a whole exchange without a bulk payload
 BULK_DEADLINE_S = 600.0  # the ceiling for a bulk transfer; rounds set a shorter one
 CONCURRENT_TRANSFERS = 8  # beyond that: `busy`. 8 x 256 KiB chunks both ways stays small

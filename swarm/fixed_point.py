@@ -163,21 +163,18 @@ def scaled(update: FixedUpdate, scale: int) -> FixedUpdate:
 def rounded_mean(total: Whole, count: int) -> Whole:
     """total / count, halves away from zero: symmetric, so that no drift builds up over rounds."""
     result: Whole = np.empty_like(total)
+    half = count // 2  # of an odd count a half less: no integer lies between
     for start in range(0, len(total), SEGMENT):
-        part, out = total[start : start + SEGMENT], result[start : start + SEGMENT]
-        if magnitude(part) < 1 << 51:
-            # Exact, and several times as fast as dividing integers: a quotient that is no integer
-            # is at least 1 / (2 * count) below the next one, which is more than a double rounds.
-            mean = part.astype(np.float64)
-            mean += np.copysign(count / 2, mean)
-            mean /= count
-            out[:] = np.trunc(mean, out=mean)
-            continue
-        np.abs(part, out=out)
-        out *= 2
-        out += count
-        out //= 2 * count
-        np.negative(out, out=out, where=part < 0)
+        part = total[start : start + SEGMENT]
+        if part.dtype == np.int32 and magnitude(part) + half >= VALUE_LIMIT:
+            part = part.astype(np.int64)
+        sign = part >> (8 * part.itemsize - 1)  # -1 of what is negative, else 0
+        mean = np.abs(part)
+        mean += half
+        mean //= count
+        mean ^= sign
+        mean -= sign
+        result[start : start + SEGMENT] = mean
     return result
 
 

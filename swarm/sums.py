@@ -8,6 +8,7 @@ what for, is `swarm.aggregate`'s business.
 from __future__ import annotations
 
 from collections.abc import Iterator, Sequence
+from itertools import accumulate, pairwise
 from typing import Any
 
 import numpy as np
@@ -65,69 +66,86 @@ def sparse_against(
     """`summed_against` where all are sparse, as those of a round mostly are; and the inner products
     of `others` with the vector `beside`.
 
-    Each is looked at once per piece, and what the vectors are where it has values is written down
-    for the products.
+    What all of them have in a piece is looked at together: of so little the calls would cost more
+    than the work.
     """
     size = parts[0][0].size
-    most = sum(abs(times) * part.largest for part, times in parts)
+    every, times = list(others), [0] * len(others)
+    number_of = {id(update): number for number, update in enumerate(others)}
+    for part, count in parts:
+        number = number_of.setdefault(id(part), len(every))
+        if number == len(every):
+            every.append(part)
+            times.append(0)
+        times[number] += count
+    most = sum(abs(n) * update.largest for n, update in zip(times, every, strict=True))
+    largest = max(update.largest for update in every)
     total: Whole = np.empty(min(CUT, size), dtype=np.int32 if most < VALUE_LIMIT else np.int64)
-    mask = np.empty(len(total), dtype=np.bool_)
-    cuts = [Cut(update) for update in others]
-    known = {id(cut.update): cut for cut in cuts}
-    adding = [(known.get(id(part)) or Cut(part), times) for part, times in parts]
-    met, along = Met(others, total.dtype), None if beside is None else Met(others, beside.dtype)
+    ends = [_ends(update) for update in every]
+    products, along = [0] * len(every), [0] * len(every)
     found: list[tuple[Whole, Whole]] = []
-    for start in range(0, size, CUT):
-        stop = min(start + CUT, size)
-        here, some = total[: stop - start], mask[: stop - start]
+    for piece, start in enumerate(range(0, size, CUT)):
+        here = total[: min(CUT, size - start)]
+        spans = [slice(at[piece], at[piece + 1]) for at in ends]
+        places, values, cuts = _together(every, spans)
+        places -= start
         here.fill(0)
-        for cut, times in adding:
-            at, span = cut.piece(start)
-            values = cut.update.values[span].astype(here.dtype, copy=False)
-            np.add.at(here, at, values if times == 1 else times * values)
-        met.note(cuts, start, here)
-        if along is not None and beside is not None:
+        np.add.at(here, places, _times(values, times, cuts, here.dtype))
+        _add_products(products, values, here.take(places), cuts, largest * most)
+        if beside is not None:
             # A copy comes from memory in order; the values themselves are far apart.
-            along.note(cuts, start, beside[start:stop].copy())
-        places = [cut.piece(start)[0] for cut, _ in adding]
-        if SPARSE * sum(map(len, places)) < len(here):
-            kept = _merged(places)
-        else:
-            kept = true_at(np.not_equal(here, 0, out=some))
-        values = here.take(kept)
-        if not values.all():  # they cancel
-            kept, values = kept[values != 0], values[values != 0]
+            met = beside[start : start + len(here)].copy().take(places)
+            _add_products(along, values, met, cuts, largest * magnitude(met))
+        few = SPARSE * len(places) < len(here)
+        kept = _merged(places) if few else true_at(here != 0)
+        sums = here.take(kept)
+        if not sums.all():  # they cancel
+            kept, sums = kept[sums != 0], sums[sums != 0]
         kept += start
-        found.append((kept.astype(np.int32), values))
-    return _joined(size, found), met.products(most), [] if along is None else along.products()
+        found.append((kept.astype(np.int32), sums))
+    asked = len(others)
+    return _joined(size, found), products[:asked], [] if beside is None else along[:asked]
 
 
-class Met:
-    """What a vector that comes in pieces is where sparse updates have values."""
-
-    def __init__(self, updates: Sequence[FixedUpdate], kind: np.dtype[Any]) -> None:
-        self._updates = updates
-        self._found: list[Whole] = [np.empty(len(u.values), dtype=kind) for u in updates]
-
-    def note(self, cuts: Sequence[Cut], start: int, piece: Whole) -> None:
-        """A piece of the vector; `cuts` are those of the updates."""
-        for cut, out in zip(cuts, self._found, strict=True):
-            at, span = cut.piece(start)
-            np.take(piece, at, out=out[span], mode="clip")  # `raise` would take a copy
-
-    def products(self, most: int | None = None) -> list[int]:
-        """The inner products of the updates with the vector, of which no value exceeds `most`."""
-        products = []
-        for update, met in zip(self._updates, self._found, strict=True):
-            largest = update.largest * (magnitude(met) if most is None else most)
-            products.append(exact_dot(update.values, met, largest))
-        return products
+def _together(
+    updates: Sequence[FixedUpdate], spans: Sequence[slice]
+) -> tuple[Ints, Whole, list[int]]:
+    """Places and values of a span of each sparse update, one after another; where each begins, and
+    the last one ends."""
+    places = [u.indices[s] for u, s in zip(updates, spans, strict=True) if u.indices is not None]
+    values = [update.values[span] for update, span in zip(updates, spans, strict=True)]
+    cuts = [0, *accumulate(map(len, places))]
+    return np.concatenate(places).astype(np.int64), np.concatenate(values), cuts
 
 
-def _merged(places: Sequence[Ints]) -> Ints:
-    """Ascending lists as one, each number once."""
-    every = np.concatenate(places).astype(np.int32)
-    every.sort()  # not `stable`: merging what ascends already takes twice as long
+def _times(values: Whole, times: Sequence[int], cuts: Sequence[int], kind: np.dtype[Any]) -> Whole:
+    """Each update's values so many times."""
+    values = values.astype(kind, copy=False)
+    if all(count == 1 for count in times):
+        return values
+    product: Whole = values * np.repeat(np.array(times, dtype=kind), np.diff(cuts))
+    return product
+
+
+def _add_products(
+    sums: list[int], values: Whole, met: Whole, cuts: Sequence[int], largest: int
+) -> None:
+    """Add each update's inner product with what its values met; none of theirs is above
+    `largest`."""
+    spans = [(i, a, b) for i, (a, b) in enumerate(pairwise(cuts)) if a < b]
+    if largest * len(values) < 1 << 63:
+        each = np.multiply(values, met, dtype=np.int64)
+        added = np.add.reduceat(each, [a for _, a, _ in spans]).tolist() if spans else []
+    else:
+        added = [exact_dot(values[a:b], met[a:b]) for _, a, b in spans]
+    for (i, _, _), product in zip(spans, added, strict=True):
+        sums[i] += product
+
+
+def _merged(places: Ints) -> Ints:
+    """Ascending, each number once."""
+    every = places.astype(np.int32)
+    every.sort()
     first = np.empty(len(every), dtype=np.bool_)
     first[:1] = True
     np.not_equal(every[1:], every[:-1], out=first[1:])

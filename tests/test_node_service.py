@@ -14,6 +14,7 @@ from memory_stream import stream_pair
 from node.gate import Gate
 from node.service import AGENT, Reply, Service, Status, serve_basics
 from protocol import frames, messages
+from protocol.errors import WireError
 from protocol.frames import Channel, Chunks, Deadline, content_digest
 from protocol.identity import generate
 from protocol.ledger import Ledger
@@ -228,7 +229,13 @@ def test_busy_beyond_the_places_for_transfers_and_for_streams() -> None:
             await go_on.wait()
             return Reply(messages.UpdateReply(block=2, round=1), b"payload")
 
+        async def log(request: messages.LogRequest, _: bytes) -> Reply:
+            began.set()
+            await go_on.wait()
+            raise frames.Refused(ErrorCode.NOT_FOUND, "no log")
+
         service.serve(messages.UpdateRequest, update, bulk=True)
+        service.serve(messages.LogRequest, log)
         first = asyncio.create_task(one(service, UPDATE, messages.UpdateReply))
         await began.wait()
 
@@ -237,13 +244,21 @@ def test_busy_beyond_the_places_for_transfers_and_for_streams() -> None:
                 await ask(channel, UPDATE, messages.UpdateReply)
             pong, _ = await ask(channel, messages.Ping(), messages.Pong)
             assert pong.transfers == 1
-            with pytest.raises(frames.Busy):  # a third stream of the same peer
+            assert await one(service, messages.Ping(), messages.Pong)  # the second one rests
+            began.clear()
+            asking = asyncio.create_task(
+                ask(channel, messages.LogRequest(run=RUN, block=1), messages.LogReply)
+            )
+            await began.wait()
+            with pytest.raises(frames.Busy):  # a third one at once of the same peer
                 await one(service, messages.Ping(), messages.Pong)
             other = generate().peer_id
             assert await one(service, messages.Ping(), messages.Pong, other)
+            go_on.set()
+            with pytest.raises(frames.Refused):
+                await asking
 
         await talk(service, conversation)
-        go_on.set()
         _, payload = await first
         assert payload == b"payload"
         assert await one(service, messages.Ping(), messages.Pong)
@@ -259,10 +274,13 @@ def test_a_stream_in_the_lobby_moves_up_when_there_is_a_place() -> None:
         taken = asyncio.Event()
         leave = asyncio.Event()
 
-        async def holder(channel: Channel) -> None:
-            assert await ask(channel, messages.Ping(), messages.Pong)
+        async def update(request: messages.UpdateRequest, _: bytes) -> Reply:
             taken.set()
             await leave.wait()
+            return Reply(messages.UpdateReply(block=2, round=1), b"payload")
+
+        async def holder(channel: Channel) -> None:
+            assert await ask(channel, UPDATE, messages.UpdateReply)
 
         async def newcomer(channel: Channel) -> None:
             for _ in range(3):
@@ -272,9 +290,30 @@ def test_a_stream_in_the_lobby_moves_up_when_there_is_a_place() -> None:
             await first
             assert await ask(channel, messages.Ping(), messages.Pong)
 
+        service.serve(messages.UpdateRequest, update, bulk=True)
         first = asyncio.create_task(talk(service, holder))
         await taken.wait()
         await talk(service, newcomer)
+
+    run(main())
+
+
+def test_a_stream_between_two_questions_takes_no_place_and_not_all_may_rest() -> None:
+    async def main() -> None:
+        service, _ = basic_service(streams=Gate(1))
+        service._resting = Gate(2, per_peer=2)
+
+        async def resting(channel: Channel, depth: int) -> None:
+            assert await ask(channel, messages.Ping(), messages.Pong)
+            if depth < 2:
+                await talk(service, lambda c: resting(c, depth + 1))
+                assert await ask(channel, messages.Ping(), messages.Pong)
+            else:  # one too many: it is answered, and then ended
+                with pytest.raises(WireError):
+                    await ask(channel, messages.Ping(), messages.Pong)
+
+        await talk(service, lambda c: resting(c, 0))
+        assert service._resting.inside == 0 and service._streams.inside == 0
 
     run(main())
 

@@ -12,6 +12,7 @@ from hypothesis import strategies as st
 import protocol.codec as codec
 from protocol.codec import CodecSpec, CodecSpecError, decode, decode_fixed, encode
 from protocol.codec.fixed import scale_codes, scale_values
+from protocol.codec.gaps import most_gap_bytes, pack_gaps, unpack_gaps
 from protocol.codec.selection import largest_overall, largest_per_chunk
 
 SIZES = [1, 2, 15, 16, 17, 255, 256, 4095, 4096, 4097, 70_001]
@@ -118,6 +119,23 @@ def test_index_bits_are_within_two_percent_of_the_entropy_bound() -> None:
         rate = kept / vector.size
         bound = -np.log2(rate) - (1 - rate) / rate * np.log2(1 - rate)
         assert index_bits < 1.02 * bound
+
+
+@settings(deadline=None, max_examples=200)
+@given(
+    steps=st.lists(st.one_of(st.integers(1, 600), st.integers(1, 10**6)), max_size=60),
+    shift=st.integers(0, 25),
+    room=st.integers(1, 10**6),
+)
+def test_gaps_survive_with_any_shift(steps: list[int], shift: int, room: int) -> None:
+    indices = np.cumsum(np.array(steps, dtype=np.int64)) - 1
+    size = int(indices[-1]) + room if len(indices) else room
+    data, low = pack_gaps(indices, shift)
+    assert len(data) <= most_gap_bytes(size, len(indices), shift)
+    assert np.array_equal(unpack_gaps(data, low, shift, len(indices), size), indices)
+    if len(indices):
+        with pytest.raises(codec.CorruptPayloadError):
+            unpack_gaps(data, low, shift, len(indices), int(indices[-1]))
 
 
 # Selection

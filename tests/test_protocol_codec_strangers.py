@@ -62,7 +62,7 @@ def test_another_size_version_and_codec_are_distinct_errors() -> None:
         with pytest.raises(codec.SizeMismatchError):
             decode(bytes(data), size)
     with pytest.raises(codec.CodecVersionError):
-        decode(b"\x02" + data[1:], 300)
+        decode(b"\x01" + data[1:], 300)
     with pytest.raises(codec.UnknownCodecError):
         decode(data[:1] + b"\x09" + data[2:], 300)
     with pytest.raises(codec.CorruptPayloadError):
@@ -100,7 +100,7 @@ def bombs() -> dict[str, bytes]:
 def test_zstd_bombs_are_refused_without_allocating(name: str) -> None:
     frame = bombs()[name]
     # int8, 1000 coordinates in blocks of 16: scales raw, values as a zstd frame.
-    header = bytes([1, 3, 0b10, 4]) + (1000).to_bytes(4, "little") + bytes(2 * 63)
+    header = bytes([2, 3, 0b10, 4]) + (1000).to_bytes(4, "little") + bytes(2 * 63)
     payload = header + len(frame).to_bytes(4, "little") + frame
     tracemalloc.start()
     with pytest.raises(codec.CompressionError):
@@ -112,13 +112,51 @@ def test_zstd_bombs_are_refused_without_allocating(name: str) -> None:
 
 def test_declared_counts_are_checked_before_allocation() -> None:
     size = 2**31 - 1
-    header = bytes([1, 5, 0, 12]) + size.to_bytes(4, "little") + bytes([1, 0]) + b"\xff\xff\xff\x7f"
+    counts = size.to_bytes(4, "little") * 2
+    header = bytes([2, 5, 0, 12]) + size.to_bytes(4, "little") + bytes([1, 0, 0]) + counts
     tracemalloc.start()
     with pytest.raises(codec.TruncatedPayloadError):
         decode(header + bytes(100), size)
     peak = tracemalloc.get_traced_memory()[1]
     tracemalloc.stop()
     assert peak < 1 << 16
+
+
+def test_escapes_are_bounded_by_the_size_before_they_are_unpacked() -> None:
+    """A few bytes of zstd could be gigabytes of escapes, which lead nowhere."""
+    size = 255 * 4
+    for escapes, kept, error in (
+        (4, 1, codec.CorruptPayloadError),  # there is room, but no coordinate is so far
+        (5, 1, codec.SizeMismatchError),
+        (1 << 31, 1, codec.SizeMismatchError),
+        (4, 0, codec.CorruptPayloadError),
+    ):
+        counts = kept.to_bytes(4, "little") + (escapes + kept).to_bytes(4, "little")
+        header = bytes([2, 5, 0, 12]) + size.to_bytes(4, "little") + bytes([1, 0, 0]) + counts
+        gaps = b"\xff" * min(escapes, 8) + bytes(kept)
+        with pytest.raises(error):
+            decode(header + bytes([0, 1, 31]) + gaps + bytes(kept), size)
+
+
+@settings(deadline=None, max_examples=300)
+@given(gaps=st.binary(min_size=1, max_size=40), shift=st.integers(0, 26), size=st.integers(1, 5000))
+def test_gap_bytes_are_refused_or_mean_what_they_say(gaps: bytes, shift: int, size: int) -> None:
+    kept = sum(byte < 255 for byte in gaps)
+    low = bytes(-(-kept * shift // 8))
+    counts = kept.to_bytes(4, "little") + len(gaps).to_bytes(4, "little")
+    header = bytes([2, 5, 0, 16]) + size.to_bytes(4, "little") + bytes([1, 0, shift]) + counts
+    payload = header + bytes([0, 1, 31]) + gaps + low + bytes(-(-kept // 8))
+    wanted, at = [], -1
+    for byte in gaps:
+        at += (byte << shift) + (byte < 255)
+        wanted += [at] * (byte < 255)
+    if shift > 25 or gaps[-1] == 255 or at >= size:
+        with pytest.raises(codec.CodecError):
+            decode(payload, size)
+    else:
+        indices = decode(payload, size).indices
+        assert indices is not None
+        assert indices.tolist() == wanted
 
 
 def refuse_or_decode(data: bytes, size: int) -> None:
@@ -152,7 +190,7 @@ def test_arbitrary_bytes_never_crash(data: bytes, size: int) -> None:
 def test_arbitrary_bodies_behind_a_valid_header_never_crash(
     body: bytes, codec_id: int, flags: int
 ) -> None:
-    header = bytes([1, codec_id, flags, 0 if codec_id < 3 else 4]) + (40).to_bytes(4, "little")
+    header = bytes([2, codec_id, flags, 0 if codec_id < 3 else 4]) + (40).to_bytes(4, "little")
     refuse_or_decode(header + body, 40)
 
 

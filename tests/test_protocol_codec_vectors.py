@@ -75,20 +75,20 @@ def decode_by_the_spec(payload: bytes) -> tuple[list[int] | None, list[Fraction]
             q = [half - 8 for b in section((size + 1) // 2) for half in (b & 15, b >> 4)]
         return None, [Fraction(q[i] * scales[i // block], 2**40) for i in range(size)]
 
-    bits, shift, kept = struct.unpack("<BBI", take(6))
+    bits, shift, gap_shift, kept, gap_bytes = struct.unpack("<BBBII", take(11))
     levels = [256 * (i + 1) for i in range(128)]
     if bits < 8:
         levels = [level for (level,) in struct.iter_unpack("<H", take(1 << bits))]
     scales = [scale(c, 4) << shift for c in section(-(-size // block))]
-    classes = section(kept)
-    shifts = [max((c >> 2) - 1, 0) for c in classes]
-    low = int.from_bytes(section(-(-sum(shifts) // 8)), "little")
-    gaps = [(c - 4 * t) << t for c, t in zip(classes, shifts, strict=True)]
-    for width in range(1, max(shifts, default=0) + 1):
-        for i in range(kept):
-            if shifts[i] == width:
-                gaps[i] += low % (1 << width)
-                low >>= width
+    gaps, upper = [], 0
+    for byte in section(gap_bytes):
+        upper += byte
+        if byte < 255:
+            gaps.append(upper << gap_shift)
+            upper = 0
+    low = int.from_bytes(section(-(-kept * gap_shift // 8)), "little")
+    for i in range(kept):
+        gaps[i] += low >> (i * gap_shift) & ((1 << gap_shift) - 1)
     signs = int.from_bytes(section(-(-kept // 8)), "little")
     width = {1: 0, 2: 1, 4: 4, 8: 8}[bits]
     chosen = int.from_bytes(section(-(-kept * width // 8)), "little")
@@ -103,7 +103,9 @@ def decode_by_the_spec(payload: bytes) -> tuple[list[int] | None, list[Fraction]
     return indices, values
 
 
-@pytest.mark.parametrize("text", [*SPECS, "topk:0.02:8", "topk:0.001:4:overall"])
+@pytest.mark.parametrize(
+    "text", [*SPECS, "topk:0.02:8", "topk:0.001:4:overall", "topk:0.1:2:overall"]
+)
 def test_a_second_decoder_written_from_the_spec_agrees(text: str) -> None:
     for size in (1, 33, 5001):
         payload = encode(update(size), text).data

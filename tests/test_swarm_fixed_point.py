@@ -26,7 +26,7 @@ from swarm.fixed_point import (
     to_float,
     weights_digest,
 )
-from swarm.sums import CUT, apply_step, summed
+from swarm.sums import CUT, apply_step, sparse_against, summed
 
 PINNED_WEIGHTS = "955afa82485a988d"
 PINNED_STEP = "23a3140294c0dc61"
@@ -59,6 +59,25 @@ def test_a_sum_in_pieces_is_the_sum(size: int, dense: int) -> None:
     few = summed(parts[:2])
     assert few.indices is not None or size == 1
     assert np.array_equal(few.dense(), parts[0][0].dense())  # the second counts 0 times
+
+
+@pytest.mark.parametrize("size", [1, CUT - 1, CUT + 1, 2 * CUT + 77])
+@pytest.mark.parametrize("most", [1, 1 << 20, VALUE_LIMIT - 1])
+def test_products_with_a_sum_and_with_the_trend_are_exact(size: int, most: int) -> None:
+    rng = np.random.default_rng((size, most))
+    updates = []
+    for share in (0.0, 0.001, 0.02, 0.2):
+        values = rng.integers(-most, most + 1, size) * (rng.random(size) < share)
+        values[CUT:] *= share > 0.01  # nothing in a piece of its own
+        at = np.flatnonzero(values).astype(np.int32)
+        updates.append(FixedUpdate(size, at, values[at].astype(np.int32)))
+    beside = rng.integers(-most, most + 1, size).astype(np.int32)
+    parts = [(updates[1], 1), (updates[3], 2), (scaled(updates[2], SCALE_ONE // 2), -1)]
+    total, products, along = sparse_against(parts, updates, beside)
+    expected = sum(times * part.dense() for part, times in parts)
+    assert np.array_equal(total.dense(), expected)
+    assert products == [exact_dot(update.dense(), expected) for update in updates]
+    assert along == [exact_dot(update.dense(), beside.astype(np.int64)) for update in updates]
 
 
 @given(vectors(), st.integers(0, SCALE_ONE))

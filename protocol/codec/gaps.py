@@ -1,11 +1,11 @@
-"""Increasing indices as gaps: a class per gap, entropy-coded by zstd, and the bits below it.
+"""Increasing indices as gaps, a byte for each: zstd fits its code to them, and a sum undoes them.
 
-A gap of g coordinates is written as a small float (two mantissa bits below the leading one): its
-class says the leading bits, and the rest is noise that is stored as it is. Classes go to a section
-of their own, one per byte, where zstd's Huffman stage fits its code to whatever the gaps look
-like. For independent coordinates that is within 1 % of the entropy; a Rice code is as good there,
-but the updates of real models are clustered: on one of a small Transformer's blocks the classes
-took 5 % (chunks of 4096) to 11 % (chunks of 65536) fewer bits than the best Rice code.
+A gap's lowest bits are noise and are stored as they are: so many of each, `shift`, that what is
+above them mostly fits into a byte. At the density of an ordinary update (2 %) there are none, and
+the byte is the gap. Where a gap is longer, bytes of 255 go before its own, each of which says: 255
+further, and no coordinate here. zstd's Huffman stage then takes what the gaps really look like: for
+independent coordinates that is within 1 % of the entropy, and the updates of real models are
+clustered, which takes fewer bits than any code that is fitted to their density alone.
 
 Knows nothing of values.
 """
@@ -18,112 +18,73 @@ import numpy as np
 from numpy.typing import NDArray
 
 from protocol.codec.errors import CorruptPayloadError
-from protocol.codec.fixed import Int32s, Int64s, Ints
+from protocol.codec.fixed import Int32s, Ints
 from protocol.codec.sections import Bytes
 
-MANTISSA_BITS = 2
-MAX_SHIFT = 28  # a gap has at most 31 bits
-MAX_CLASS = (MAX_SHIFT << MANTISSA_BITS) + (2 << MANTISSA_BITS) - 1
-_SEGMENT = 1 << 16  # gaps per pass: they stay in the cache
-_NONE = np.zeros(0, dtype=np.uint8)
+ESCAPE = 255
+MAX_SHIFT = 25  # of one coordinate in 2^31
+_TYPICAL_BITS = 6  # of what is above the low bits: an escape is rare, and a byte has room for more
 
 
-def pack_gaps(indices: Ints) -> tuple[Bytes, Bytes]:
-    """(classes, low bits). Low bits are grouped by how many a gap has: 1 first, then 2, ..."""
+def gap_shift(size: int, count: int) -> int:
+    """How many low bits a gap has, where `count` of `size` coordinates are kept."""
+    return max((size // max(count, 1)).bit_length() - _TYPICAL_BITS, 0)
+
+
+def most_gap_bytes(size: int, count: int, shift: int) -> int:
+    """How many bytes the gaps can have at most: all escapes together stay below `size`."""
+    return count + size // (ESCAPE << shift)
+
+
+def pack_gaps(indices: Ints, shift: int) -> tuple[Bytes, Bytes]:
+    """(a byte per gap and their escapes, low bits)."""
     gaps = np.empty(len(indices), dtype=np.uint32)
     gaps[:1] = indices[:1]
     np.subtract(indices[1:], indices[:-1], out=gaps[1:], casting="unsafe")
     gaps[1:] -= 1
-    widest = max(int(gaps.max(initial=0)).bit_length() - (MANTISSA_BITS + 1), 0)
-    shifts = np.zeros(len(gaps), dtype=np.uint8)
-    for width in range(1, widest + 1):  # a few passes over bytes: cheaper than a logarithm
-        shifts += gaps >= (1 << MANTISSA_BITS) << width
-    classes = (gaps >> shifts).astype(np.uint8)
-    classes += shifts << MANTISSA_BITS
-    order, counts = _by_width(shifts)
-    groups = np.split(gaps[order], np.cumsum(counts[:-1]))
-    bits = [_bits_of(group, width) for width, group in enumerate(groups, start=1)]
-    return classes, np.packbits(np.concatenate(bits), bitorder="little")
+    upper = gaps >> np.uint32(shift)
+    long = np.flatnonzero(upper >= ESCAPE)
+    escapes = np.repeat(long, upper[long] // ESCAPE)
+    upper[long] %= ESCAPE
+    data: Bytes = upper.astype(np.uint8)
+    return np.insert(data, escapes, ESCAPE) if len(escapes) else data, _pack_low(gaps, shift)
 
 
-def class_shifts(classes: Bytes) -> Bytes:
-    """How many low bits belong to each class."""
-    if classes.max(initial=0) > MAX_CLASS:
-        raise CorruptPayloadError(f"gap class {classes.max()} is above {MAX_CLASS}")
-    shifts = classes >> np.uint8(MANTISSA_BITS)
-    shifts -= (shifts > 0).view(np.uint8)
-    return shifts
-
-
-def unpack_gaps(classes: Bytes, shifts: Bytes, low: Bytes, size: int) -> Int32s:
+def unpack_gaps(data: Bytes, low: Bytes, shift: int, count: int, size: int) -> Int32s:
     """Indices, strictly increasing by construction, checked to be below `size`."""
-    bits = np.unpackbits(low, bitorder="little")
-    bits_of = [width * count for width, count in enumerate(_counts(shifts), start=1)]
-    starts = [sum(bits_of[:number]) for number in range(len(bits_of))]
-    if bits[sum(bits_of) :].any():
-        raise CorruptPayloadError("padding bits are not zero")
-    indices, last = np.empty(len(classes), dtype=np.int32), -1
-    for first in range(0, len(classes), _SEGMENT):
-        segment = slice(first, first + _SEGMENT)
-        shift = shifts[segment]
-        gaps = (classes[segment] - (shift << MANTISSA_BITS)).astype(np.uint32)
-        gaps <<= shift
-        gaps |= _low_bits(shift, bits, starts)
-        gaps += 1  # from one index to the next
-        here = indices[segment]
-        most = last + int(gaps.sum(dtype=np.int64))
-        if most >= size:
-            raise CorruptPayloadError(f"index {most} of {size} coordinates")
-        np.cumsum(gaps.view(np.int32), out=here)  # each below `size`, hence none is too large
-        here += last
-        last = most
+    escaped = data == ESCAPE
+    escapes = int(np.count_nonzero(escaped))
+    if len(data) - escapes != count or (count and escaped[-1]) or (escapes and not count):
+        raise CorruptPayloadError(f"{len(data)} bytes for {count} gaps, {escapes} of them escapes")
+    lows = _unpack_low(low, shift, count)
+    last = (int(data.sum(dtype=np.int64)) << shift) + int(lows.sum(dtype=np.int64)) + count - 1
+    if last >= size:
+        raise CorruptPayloadError(f"index {last} of {size} coordinates")
+    indices = np.cumsum(data, dtype=np.int32)  # none is above the last, which fits
+    if escapes:
+        indices = indices[~escaped]
+    if shift:
+        indices <<= shift
+        indices += np.cumsum(lows, dtype=np.int32)
+    indices += np.arange(count, dtype=np.int32)
     return indices
 
 
-def _low_bits(shifts: Bytes, bits: Bytes, starts: list[int]) -> NDArray[Any]:
-    """The low bits of gaps. Those of each width begin in `bits` where `starts` says; it is moved
-    on."""
-    order, counts = _by_width(shifts)
-    parts: list[NDArray[Any]] = [_NONE]
-    for width, count in enumerate(counts, start=1):
-        start = starts[width - 1]
-        starts[width - 1] = stop = start + width * count
-        parts.append(_of_bits(bits[start:stop].reshape(count, width)))
-    found = np.concatenate(parts)
-    below = np.zeros(len(shifts), dtype=found.dtype)
-    below[order] = found
-    return below
+def _pack_low(gaps: NDArray[np.uint32], shift: int) -> Bytes:
+    """The lowest bits of each, least significant first, zeros to a whole byte."""
+    bits = np.empty((len(gaps), shift), dtype=np.uint8)
+    for bit in range(shift):
+        bits[:, bit] = gaps >> np.uint32(bit) & np.uint32(1)
+    return np.packbits(bits, bitorder="little")
 
 
-def _by_width(shifts: Bytes) -> tuple[Int64s, list[int]]:
-    """The gaps that have low bits, in the order of those; how many have 1, 2, ..."""
-    counts = _counts(shifts)
-    order = np.argsort(shifts, kind="stable")  # of bytes numpy makes a radix sort
-    return order[len(shifts) - sum(counts) :], counts
-
-
-def _counts(shifts: Bytes) -> list[int]:
-    """How many have 1, 2, ... low bits."""
-    widest = int(shifts.max(initial=0))
-    return [int(np.count_nonzero(shifts == width)) for width in range(1, widest + 1)]
-
-
-def _bits_of(numbers: NDArray[np.uint32], width: int) -> Bytes:
-    """So many bits of each number, least significant first, a byte for each."""
-    bits = np.empty((len(numbers), width), dtype=np.uint8)
-    for first in range(0, width, 8):
-        part = (numbers >> first).astype(np.uint8)
-        for bit in range(first, min(first + 8, width)):
-            np.bitwise_and(part, 1, out=bits[:, bit])
-            part >>= 1
-    return bits.reshape(-1)
-
-
-def _of_bits(bits: Bytes) -> NDArray[Any]:
-    """The inverse: a row for each number."""
-    narrow = bits.shape[1] <= 8
-    numbers: NDArray[Any] = np.zeros(len(bits), dtype=np.uint8 if narrow else np.uint32)
-    for column in bits.T[::-1]:
-        numbers <<= 1
-        numbers |= column
-    return numbers
+def _unpack_low(low: Bytes, shift: int, count: int) -> NDArray[Any]:
+    """The inverse; refuses padding that is not zero."""
+    bits = np.unpackbits(low, bitorder="little")
+    if bits[count * shift :].any():
+        raise CorruptPayloadError("padding bits are not zero")
+    lows: NDArray[Any] = np.zeros(count, dtype=np.uint8 if shift <= 8 else np.int32)
+    for bit in range(shift)[::-1]:
+        lows <<= 1
+        lows |= bits[bit : count * shift : shift]
+    return lows

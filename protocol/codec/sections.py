@@ -28,10 +28,20 @@ from protocol.codec.errors import (
 )
 from protocol.codec.spec import MAX_BLOCK, MIN_BLOCK, CodecId
 
-CODEC_VERSION = 1
+CODEC_VERSION = 2
 MAX_SIZE = 2**31 - 1  # coordinates in one payload
 MAX_WINDOW_BYTES = 1 << 23  # of a zstd frame: what every decoder must offer (RFC 8878)
-ZSTD_LEVEL = 1  # the sections hold no repeated strings: only the entropy stage wins anything
+# The sections hold no repeated strings: the entropy stage alone wins anything, and what little is
+# looked for beside it (runs) must be long, or short accidents make the result larger and slower.
+_ENTROPY_ONLY = zstandard.ZstdCompressionParameters(
+    window_log=19,
+    hash_log=6,
+    chain_log=6,
+    search_log=1,
+    min_match=7,
+    target_length=0,
+    strategy=zstandard.STRATEGY_FAST,
+)
 
 _HEADER = struct.Struct("<BBBBI")
 _LENGTH = struct.Struct("<I")
@@ -65,7 +75,9 @@ class Writer:
             raise SizeMismatchError(f"a vector of {size} coordinates; 1 to {MAX_SIZE} can be sent")
         self._codec, self._block, self._size = codec, block, size
         self._flags, self._sections = flags, 0
-        self._compressor = zstandard.ZstdCompressor(level=ZSTD_LEVEL) if zstd else None
+        self._compressor = None
+        if zstd:
+            self._compressor = zstandard.ZstdCompressor(compression_params=_ENTROPY_ONLY)
         self._parts: list[Any] = []
 
     def fixed(self, data: bytes) -> None:

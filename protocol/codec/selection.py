@@ -183,7 +183,7 @@ def true_at(mask: NDArray[np.bool_]) -> Int64s:
     It jumps from one to the next, and a CPU guesses wrong where that is. Here whole words are
     looked at first: of those so many are true that numpy does it without a jump.
     """
-    if mask.size % 8 or 8 * np.count_nonzero(mask) > mask.size:
+    if mask.size % 8 or 16 * np.count_nonzero(mask) > mask.size:
         return np.flatnonzero(mask)
     words = mask.view(np.uint64)
     some = np.flatnonzero(words != 0)

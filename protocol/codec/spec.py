@@ -109,8 +109,8 @@ class CodecSpec:
         blocks = -(-size // self.block)
         if self.codec == CodecId.TOPK:
             kept = self.max_kept(size)
-            low_bits = kept * log2(size / kept + 1)  # log2 is concave: equal gaps are the worst
-            per_kept = 2 + 1 / 8  # gap class, level, sign
+            low_bits = kept * log2(size / kept + 1)  # more than their shift, see gaps.py
+            per_kept = 2 + 1 / 8 + 1 / 4  # gap, level, sign, escapes (64 / 255)
             return _OVERHEAD_BYTES + blocks + ceil(low_bits / 8 + kept * per_kept)
         bits = {CodecId.FP32: 32, CodecId.BF16: 16, CodecId.INT8: 8, CodecId.INT4: 4}[self.codec]
         scales = 0 if bits >= 16 else 2 * blocks

@@ -27,7 +27,7 @@ from protocol.codec.fixed import (
     scale_codes,
     scale_values,
 )
-from protocol.codec.gaps import class_shifts, pack_gaps, unpack_gaps
+from protocol.codec.gaps import MAX_SHIFT, gap_shift, most_gap_bytes, pack_gaps, unpack_gaps
 from protocol.codec.sections import Bytes, Reader, Writer
 from protocol.codec.selection import Source, largest_overall, largest_per_chunk
 from protocol.codec.spec import VALUE_BITS, CodecId, CodecSpec
@@ -44,7 +44,7 @@ _FIT_ITERATIONS = 30
 # Bits that a level's number takes on the wire: a power of two, so that none straddles two bytes
 # and zstd sees whole symbols.
 _CHOICE_BITS = {1: 0, 2: 1, 4: 4, 8: 8}
-_SUBHEADER = struct.Struct("<BBI")
+_SUBHEADER = struct.Struct("<BBBII")
 
 
 @dataclass(frozen=True)
@@ -56,7 +56,7 @@ class Coded:
 
     levels: Int64s
     scales: Int64s
-    chunk_of: Int64s
+    per_chunk: Int64s  # how many of them each chunk has
     choice: Bytes
     negative: NDArray[np.bool_]
 
@@ -64,11 +64,11 @@ class Coded:
         """The values in quanta, or what a function of each single one of them makes of them."""
         count, negative = len(self.levels), self.negative.view(np.uint8)
         if 2 * count * len(self.scales) > len(self.choice):
-            fixed = self.levels[self.choice] * self.scales[self.chunk_of]
+            fixed = self.levels[self.choice] * np.repeat(self.scales, self.per_chunk)
             return of_quanta(np.where(self.negative, -fixed, fixed))
         signed = np.concatenate([self.levels, -self.levels])
         table = of_quanta((self.scales[:, None] * signed).reshape(-1))
-        code = self.chunk_of * (2 * count)
+        code = np.repeat(np.arange(0, len(table), 2 * count), self.per_chunk)
         code += self.choice + negative * np.uint8(count)  # below 256: 128 levels, two signs
         return table.take(code)
 
@@ -93,32 +93,32 @@ def encode_topk(vector: Float32s | Source, spec: CodecSpec) -> tuple[bytes, Spar
     else:
         places, values = largest_per_chunk(vector, spec.block, spec.density)
     indices = places.astype(np.int32)
-    chunks = -(-vector.size // spec.block)
     magnitudes = np.abs(values).astype(np.float64)
     magnitudes *= 2.0**FIXED_BITS
-    chunk_of = _chunk_of(indices, spec.block, vector.size)
-    shift, codes = _chunk_scales(magnitudes, chunk_of, chunks, spec.value_bits)
+    per_chunk = _per_chunk(indices, spec.block, vector.size)
+    shift, codes = _chunk_scales(magnitudes, per_chunk, spec.value_bits)
     scales = scale_values(codes, SCALE_MANTISSA_BITS) << shift
     if not scales.all():
-        kept = np.flatnonzero(scales[chunk_of])  # below the grid: nothing to send
-        indices, values, chunk_of = indices[kept], values[kept], chunk_of[kept]
-        magnitudes = magnitudes[kept]
-    magnitudes /= scales[chunk_of]
+        kept = np.flatnonzero(np.repeat(scales, per_chunk))  # below the grid: nothing to send
+        indices, values, magnitudes = indices[kept], values[kept], magnitudes[kept]
+        per_chunk = np.where(scales > 0, per_chunk, 0)
+    magnitudes /= np.repeat(scales, per_chunk)
     levels = _fit_levels(magnitudes, spec.value_bits)
     choice = _nearest(levels, magnitudes)
     negative = np.signbit(values)
 
-    classes, low_bits = pack_gaps(indices)
+    gap_bits = gap_shift(vector.size, len(indices))
+    gaps, low_bits = pack_gaps(indices, gap_bits)
     writer = Writer(CodecId.TOPK, spec.block, vector.size, zstd=spec.zstd)
-    writer.fixed(_SUBHEADER.pack(spec.value_bits, shift, len(indices)))
+    writer.fixed(_SUBHEADER.pack(spec.value_bits, shift, gap_bits, len(indices), len(gaps)))
     if spec.value_bits < 8:
         writer.fixed(levels.astype("<u2").tobytes())
     writer.section(codes.astype(np.uint8))
-    writer.section(classes)
+    writer.section(gaps)
     writer.section(low_bits)
     writer.section(np.packbits(negative, bitorder="little"))
     writer.section(_pack_choices(choice, _CHOICE_BITS[spec.value_bits]))
-    return writer.finish(), Sparse(indices, Coded(levels, scales, chunk_of, choice, negative))
+    return writer.finish(), Sparse(indices, Coded(levels, scales, per_chunk, choice, negative))
 
 
 def decode_topk(reader: Reader, max_kept: int | None = None) -> Sparse:
@@ -128,18 +128,21 @@ def decode_topk(reader: Reader, max_kept: int | None = None) -> Sparse:
     of coordinates, not by the payload: about 60 bytes per kept one. `max_kept` bounds it further.
     """
     size, chunk = reader.header.size, reader.header.block
-    value_bits, shift, count = _SUBHEADER.unpack(reader.take(_SUBHEADER.size))
-    if value_bits not in VALUE_BITS or shift > MAX_SCALE_SHIFT:
-        raise UnknownCodecError(f"top-k with {value_bits} bits per value, scale shift {shift}")
+    value_bits, shift, gap_bits, count, gaps = _SUBHEADER.unpack(reader.take(_SUBHEADER.size))
+    if value_bits not in VALUE_BITS or shift > MAX_SCALE_SHIFT or gap_bits > MAX_SHIFT:
+        raise UnknownCodecError(
+            f"top-k with {value_bits} bits per value, shifts {shift} of scales, {gap_bits} of gaps"
+        )
     if count > (size if max_kept is None else min(size, max_kept)):
         raise SizeMismatchError(f"{count} of {size} coordinates kept, {max_kept} allowed")
+    if gaps > most_gap_bytes(size, count, gap_bits):
+        raise SizeMismatchError(f"{gaps} bytes for {count} gaps in {size} coordinates")
     levels = _linear_levels()
     if value_bits < 8:
         levels = np.frombuffer(reader.take(1 << value_bits), dtype="<u2").astype(np.int64)
     codes = reader.section(-(-size // chunk))
-    classes = reader.section(count)
-    shifts = class_shifts(classes)
-    low_bits = reader.section(_bytes_for(int(shifts.sum())))
+    gap_data = reader.section(gaps)
+    low_bits = reader.section(_bytes_for(count * gap_bits))
     negative = _unpack_choices(reader.section(_bytes_for(count)), count, 1)
     choice_bits = _CHOICE_BITS[value_bits]
     choice = _unpack_choices(reader.section(_bytes_for(count * choice_bits)), count, choice_bits)
@@ -147,31 +150,30 @@ def decode_topk(reader: Reader, max_kept: int | None = None) -> Sparse:
     if choice.max(initial=0) >= len(levels):
         raise CorruptPayloadError(f"level {choice.max()} of {len(levels)}")
 
-    indices = unpack_gaps(classes, shifts, low_bits, size)
+    indices = unpack_gaps(gap_data, low_bits, gap_bits, count, size)
     scales = scale_values(codes, SCALE_MANTISSA_BITS) << shift
-    chunk_of = _chunk_of(indices, chunk, size)
-    return Sparse(indices, Coded(levels, scales, chunk_of, choice, negative.view(np.bool_)))
+    per_chunk = _per_chunk(indices, chunk, size)
+    return Sparse(indices, Coded(levels, scales, per_chunk, choice, negative.view(np.bool_)))
 
 
-def _chunk_of(indices: Int32s, chunk: int, size: int) -> Int64s:
-    """The number of the chunk in which each index lies."""
+def _per_chunk(indices: Int32s, chunk: int, size: int) -> Int64s:
+    """How many indices lie in each chunk."""
     chunks = -(-size // chunk)
     bounds = np.minimum(np.arange(1, chunks + 1) * chunk, size).astype(np.int32)
-    ends = np.searchsorted(indices, bounds)
-    return np.repeat(np.arange(chunks), np.diff(ends, prepend=0))
+    return np.diff(np.searchsorted(indices, bounds), prepend=0)
 
 
 def _chunk_scales(
-    magnitudes: NDArray[np.float64], chunk_of: Int64s, chunks: int, value_bits: int
+    magnitudes: NDArray[np.float64], per_chunk: Int64s, value_bits: int
 ) -> tuple[int, Int64s]:
     """A common shift, and a scale code per chunk: of the mean, or of the maximum for 8 bits."""
+    units, some = np.zeros(len(per_chunk)), per_chunk > 0
+    starts = (np.cumsum(per_chunk) - per_chunk)[some]
     if value_bits == 8:
-        units = np.zeros(chunks)
-        np.maximum.at(units, chunk_of, magnitudes)
+        units[some] = np.maximum.reduceat(magnitudes, starts) if len(starts) else 0.0
         units /= LINEAR_STEP * 128
     else:
-        counts = np.maximum(np.bincount(chunk_of, minlength=chunks), 1)
-        units = np.bincount(chunk_of, weights=magnitudes, minlength=chunks) / counts
+        units[some] = np.add.reduceat(magnitudes, starts) / per_chunk[some] if len(starts) else 0.0
         units /= TYPICAL_LEVEL
     # The largest mantissa that a code can hold is 31 * 2^14; above it all scales are shifted.
     largest = float(units.max(initial=0.0)) / (31 << 14)
