@@ -28,6 +28,7 @@ SIX_WORKERS = (2, 2, 1, 1)
 ONE_EACH = (1, 1, 1, 1)
 TARGET_CE = 1.811  # the paper's three-host run ended here
 CURVE_POINTS = 12
+ADAMW = "AdamW: "  # how the names of rows with another optimizer than the default's begin
 SAME_CE = 0.02  # nats: within it two ways to exchange count as equal
 
 
@@ -68,7 +69,7 @@ def variants(quick: bool) -> list[Variant]:
 
     _add_ways(add, "", () if quick else (1, 2))
     if not quick:  # as everything was before Muon was tried
-        _add_ways(lambda *a, **changes: add(*a, optimizer="adamw", **changes), "AdamW: ", (1, 2))
+        _add_ways(lambda *a, **changes: add(*a, optimizer="adamw", **changes), ADAMW, (1, 2))
     return rows
 
 
@@ -150,6 +151,17 @@ def pareto(rows: harness.Rows) -> list[str]:
 
 
 def figures(rows: harness.Rows) -> harness.Figures:
+    """Of the default optimizer; and the same of AdamW, under names that say so."""
+    before = [
+        {**row, "name": row["name"].removeprefix(ADAMW)}
+        for row in rows
+        if row["name"].startswith(ADAMW)
+    ]
+    now = [row for row in rows if not row["name"].startswith(ADAMW)]
+    return _figures(now) | {f"adamw_{name}": value for name, value in _figures(before).items()}
+
+
+def _figures(rows: harness.Rows) -> harness.Figures:
     by_name = {row["name"]: row for row in rows}
     out: harness.Figures = {}
     default = by_name.get("default")

@@ -189,6 +189,14 @@ def test_figures_of_gb_per_nat() -> None:
     assert gb_per_nat.figures([]) == {}
 
 
+def test_another_optimizers_figures_have_names_of_their_own() -> None:
+    before = {**row("AdamW: default", 1.9, 3), "optimizer": "adamw"}
+    found = gb_per_nat.figures([*ROWS, before])
+    assert found["ce_default"] == 1.75 and found["adamw_ce_default"] == 1.9
+    assert gb_per_nat.figures(ROWS).items() <= found.items()
+    assert "AdamW: default" not in gb_per_nat.pareto([*ROWS, before])
+
+
 def test_page_of_gb_per_nat(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
     pytest.importorskip("matplotlib")  # of the extra `bench`; nothing else needs it
     monkeypatch.setattr(docs, "PLOTS", tmp_path / "plots")
