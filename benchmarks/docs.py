@@ -154,10 +154,12 @@ def exchange_plot(rows: list[dict[str, Any]]) -> list[str]:
     path = PLOTS / "gb_per_nat.png"
     with plot_in(path, 1, 2, size=(11, 5), sharey=True) as both:
         for place, (axes, what) in enumerate(zip(both, ("updates", "everything"), strict=True)):
-            for row in rows:
+            for number, row in enumerate(r for r in rows if r["seed"] == 0):
                 points = [(p[place] / 1e9, p[2]) for p in row["curve"] if p[place] > 0]
-                if row["seed"] == 0 and points:
-                    axes.plot(*zip(*points, strict=True), ".-", label=row["name"], lw=1)
+                # A row may have no updates: each keeps its colour, and after ten another line.
+                style = {"color": f"C{number % 10}", "ls": ("-", "--", ":")[number // 10 % 3]}
+                if points:
+                    axes.plot(*zip(*points, strict=True), ".", label=row["name"], lw=1, **style)
             axes.set_xscale("log")
             axes.set_xlabel(f"GB moved by all hosts: {what}")
             axes.grid(alpha=0.3)
