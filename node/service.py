@@ -115,13 +115,15 @@ class _Place:
         return None
 
     def rest(self) -> bool:
-        """Give the place back until the next question; False if too many do so already."""
-        self._held.close()
-        self._up = False
+        """Give the place back until the next question. False if too many do so already: then it is
+        kept, for as long as a question may take, since whoever asked counts on the stream."""
+        found = ExitStack()
         try:
-            self._held.enter_context(self._resting.enter(self._peer_id))
+            found.enter_context(self._resting.enter(self._peer_id))
         except frames.Busy:
             return False
+        self._held.close()
+        self._held, self._up = found, False
         return True
 
 
@@ -166,9 +168,12 @@ class Service:
             with _Place(peer_id, self._streams, self._lobby, self._resting) as place:
                 async with channel:
                     for _ in range(EXCHANGES_PER_STREAM):
-                        if not await self._exchange(channel, peer_id, place) or not place.rest():
+                        if not await self._exchange(channel, peer_id, place):
                             break
-                        channel.deadline = Deadline.after(RESTS_S, RESTS_S)
+                        rests = place.rest()
+                        channel.deadline = (
+                            Deadline.after(RESTS_S, RESTS_S) if rests else self._deadline()
+                        )
         except frames.Busy:
             stream.abort()  # even the lobby is full: nobody can hold all of it
         except WireError as error:

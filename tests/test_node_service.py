@@ -14,7 +14,6 @@ from memory_stream import stream_pair
 from node.gate import Gate
 from node.service import AGENT, Reply, Service, Status, serve_basics
 from protocol import frames, messages
-from protocol.errors import WireError
 from protocol.frames import Channel, Chunks, Deadline, content_digest
 from protocol.identity import generate
 from protocol.ledger import Ledger
@@ -298,7 +297,7 @@ def test_a_stream_in_the_lobby_moves_up_when_there_is_a_place() -> None:
     run(main())
 
 
-def test_a_stream_between_two_questions_takes_no_place_and_not_all_may_rest() -> None:
+def test_a_stream_between_two_questions_takes_no_place_unless_too_many_rest() -> None:
     async def main() -> None:
         service, _ = basic_service(streams=Gate(1))
         service._resting = Gate(2, per_peer=2)
@@ -307,10 +306,11 @@ def test_a_stream_between_two_questions_takes_no_place_and_not_all_may_rest() ->
             assert await ask(channel, messages.Ping(), messages.Pong)
             if depth < 2:
                 await talk(service, lambda c: resting(c, depth + 1))
-                assert await ask(channel, messages.Ping(), messages.Pong)
-            else:  # one too many: it is answered, and then ended
-                with pytest.raises(WireError):
-                    await ask(channel, messages.Ping(), messages.Pong)
+            else:  # one too many to rest: it keeps its place, the only one
+                assert service._resting.inside == 2 and service._streams.inside == 1
+                with pytest.raises(frames.Busy):
+                    await one(service, messages.Ping(), messages.Pong, generate().peer_id)
+            assert await ask(channel, messages.Ping(), messages.Pong)
 
         await talk(service, lambda c: resting(c, 0))
         assert service._resting.inside == 0 and service._streams.inside == 0
