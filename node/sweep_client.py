@@ -90,7 +90,7 @@ class SweepClient:
         self.handover = Handover(network)
         self._surveyed_s = -OLD_S
         self._refreshing: asyncio.Task[None] | None = None
-        self._silent = False  # nobody answered the last survey
+        self._silent: set[bytes] = set()  # peers that did not answer the last survey
         self._surveying = asyncio.Lock()
         self._pending: dict[bytes, _Pending] = {}
         self._warned: set[str] = set()
@@ -108,8 +108,8 @@ class SweepClient:
     async def survey(self) -> None:
         """Ask the hosts that announce to serve: latency, load and versions, measured now.
 
-        If none answers it is perhaps we who are slow: look again, and once believe the answers of
-        before; a host that is really gone is gone around.
+        If none answers it is perhaps we who are slow: look again. And once believe the answer of
+        before of whoever is silent: a host that is really gone is gone around.
         """
         for attempt in range(SURVEYS):
             if attempt:
@@ -118,12 +118,12 @@ class SweepClient:
             asked = await asyncio.gather(*(self._ask(peer) for peer in peers))
             self._surveyed_s = time.monotonic()
             if any(asked):
-                self.offers = [offer for offer in asked if offer is not None]
-                self._silent = False
-                return
-        if self._silent:
-            self.offers = []
-        self._silent = True
+                break
+        answered = [offer for offer in asked if offer is not None]
+        left_out = self._silent | {offer.peer for offer in answered}
+        believed = [offer for offer in self.offers if offer.peer not in left_out]
+        self.offers = [*answered, *believed]
+        self._silent = {offer.peer for offer in believed}
 
     async def _serving_peers(self) -> set[bytes]:
         blocks = range(self.run.model.blocks)
