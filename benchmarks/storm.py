@@ -19,6 +19,7 @@ from __future__ import annotations
 
 import contextlib
 import os
+import shutil
 import signal
 import sys
 import tempfile
@@ -45,6 +46,7 @@ PERIOD_S = 5.0
 ORPHAN_S = 20.0  # p2pd ends by itself 10 s after its last client is gone
 SAMPLE_EVERY_S = 3.0
 MINUTES, QUICK_MINUTES = 5.0, 1.0
+MUST_BE_NONE = ("hangs", "lost_rounds", "digest_disagreements", "orphans", "lies_counted")
 LIAR = Path(__file__).resolve().parent.parent / "tests" / "liar.py"
 HOSTS = ("seed", "ann", "bob", "cem", "dia", "eve", "fay")
 QUICK_HOSTS = HOSTS[:4]
@@ -265,7 +267,19 @@ def run(quick: bool) -> tuple[harness.Figures, harness.Rows]:
         storm.stayed = [name for name, _ in swarm.commands if storm.pid(name) in stayed]
         storm.orphans += left_behind(bed)
         logs = {name: log.read(folder / f"{name}-0") for name, _ in swarm.commands}
-        return judge(storm, logs, end_s, minutes)
+        figures, rows = judge(storm, logs, end_s, minutes)
+        if any(figures[name] for name in MUST_BE_NONE):
+            _say(f"the hosts' logs of what went wrong: {kept_logs(folder)}")
+        return figures, rows
+
+
+def kept_logs(folder: Path) -> Path:
+    """Copies of the event logs, which nobody removes: a rare fault may not come again."""
+    kept = Path(tempfile.mkdtemp(prefix="blockswarm-storm-failed-"))
+    for place in folder.glob("*/events.jsonl"):
+        (kept / place.parent.name).mkdir()
+        shutil.copy(place, kept / place.parent.name)
+    return kept
 
 
 def left_behind(bed: Bed) -> list[str]:

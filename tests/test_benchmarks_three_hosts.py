@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import os
+import shutil
 import socket
 import subprocess
 from collections.abc import Callable
@@ -275,6 +276,20 @@ def test_the_storms_topology_and_run(hosts: tuple[str, ...]) -> None:
     assert [h.name for h in found.hosts if h.role == "seed"] == ["seed"]
     assert {h.name for h in found.hosts if h.role == "none"} == {"liar", "new"}
     assert parse(emit(storm.storm_run(50))) == storm.storm_run(50)
+
+
+def test_logs_of_a_storm_that_failed_are_kept(tmp_path: Path) -> None:
+    for name in ("ann-0", "bob-0"):
+        (tmp_path / name).mkdir()
+        (tmp_path / name / "events.jsonl").write_text(name)
+        (tmp_path / name / "weights").write_bytes(bytes(100))
+    kept = storm.kept_logs(tmp_path)
+    try:
+        found = sorted(str(place.relative_to(kept)) for place in kept.rglob("*.*"))
+        assert found == ["ann-0/events.jsonl", "bob-0/events.jsonl"]
+        assert (kept / "bob-0/events.jsonl").read_text() == "bob-0"
+    finally:
+        shutil.rmtree(kept)
 
 
 @pytest.mark.long
