@@ -19,7 +19,7 @@ if TYPE_CHECKING:
 
 # Two processes with torch, one of them with hivemind's DHT, the pages of the libraries that they
 # share, p2pd (64 MiB).
-RUNTIME_BYTES = 750 << 20
+RUNTIME_BYTES = 560 << 20
 WORKER_BYTES_PER_WEIGHT = 20  # fp32 weights, gradients, two moments of Adam, int32 consensus
 # An fp32 vector shared with the node, two snapshots, the trend, room for the next consensus; and
 # the newest steps, whose size depends on how many weights the updates have.
