@@ -152,13 +152,7 @@ def pareto(rows: harness.Rows) -> list[str]:
 
 def figures(rows: harness.Rows) -> harness.Figures:
     """Of the default optimizer; and the same of AdamW, under names that say so."""
-    before = [
-        {**row, "name": row["name"].removeprefix(ADAMW)}
-        for row in rows
-        if row["name"].startswith(ADAMW)
-    ]
-    now = [row for row in rows if not row["name"].startswith(ADAMW)]
-    return _figures(now) | {f"adamw_{name}": value for name, value in _figures(before).items()}
+    return harness.figures_apart(rows, ADAMW, "adamw_", _figures)
 
 
 def _figures(rows: harness.Rows) -> harness.Figures:

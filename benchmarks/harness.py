@@ -86,6 +86,17 @@ def measure_rows(
     write(options, name, figures(rows), rows, facts)
 
 
+def figures_apart(
+    rows: Rows, prefix: str, figure_prefix: str, figures: Callable[[Rows], Figures]
+) -> Figures:
+    """The figures of a table, and of those rows whose names begin with `prefix`, as if they were a
+    table of their own, under names that say so."""
+    others = [row for row in rows if row["name"].startswith(prefix)]
+    own = [row for row in rows if not row["name"].startswith(prefix)]
+    apart = figures([{**row, "name": row["name"].removeprefix(prefix)} for row in others])
+    return figures(own) | {figure_prefix + name: value for name, value in apart.items()}
+
+
 def write(
     options: argparse.Namespace, name: str, figures: Figures, rows: Rows, facts: dict[str, Any]
 ) -> None:

@@ -316,13 +316,7 @@ def _seen(variant: Variant, step: int) -> int:
 def figures(rows: harness.Rows) -> harness.Figures:
     """The numbers that the README quotes; those whose rows are not there yet are left out. Those of
     AdamW, which is not the default, have names that say so."""
-    before = [
-        {**row, "name": row["name"].removeprefix(ADAMW)}
-        for row in rows
-        if row["name"].startswith(ADAMW)
-    ]
-    now = [row for row in rows if not row["name"].startswith(ADAMW)]
-    return _figures(now) | {f"adamw_{name}": value for name, value in _figures(before).items()}
+    return harness.figures_apart(rows, ADAMW, "adamw_", _figures)
 
 
 def _figures(rows: harness.Rows) -> harness.Figures:

@@ -16,6 +16,7 @@ torch's compiler, which costs every training process two seconds and 70 MB.
 from __future__ import annotations
 
 import math
+from abc import ABC, abstractmethod
 from collections.abc import Iterable, Mapping, Sequence
 from dataclasses import dataclass
 
@@ -49,8 +50,8 @@ class Group:
         return [(weight, weight.grad) for weight in self.weights if weight.grad is not None]
 
 
-class Rule:
-    """What a way to follow gradients remembers of each weight, by name."""
+class Rule(ABC):
+    """A way to follow gradients, and what it remembers of each weight, by name."""
 
     remembers: tuple[str, ...] = ()
 
@@ -58,8 +59,9 @@ class Rule:
         self.groups = tuple(group for group in groups if group.weights)
         self.state: dict[Tensor, dict[str, Tensor]] = {}
 
+    @abstractmethod
     def step(self, learning_rate: float) -> None:
-        raise NotImplementedError
+        """Move every weight that has a gradient."""
 
 
 class AdamW(Rule):
