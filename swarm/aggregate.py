@@ -6,7 +6,8 @@ nothing of peers, votes, deadlines or codecs.
 With sparse top-k updates a coordinate-wise median is nearly all zero: most coordinates come from
 one sender. So updates are judged whole:
 - norms are clipped to 1.25 times the reference (median of this round or of the last ones; honest
-  norms differ by 1.1), and one of 4 times the reference, or the last round, is left out;
+  norms differ by 1.1), and one of 4 times the reference, or the last round, is left out. Who sends
+  alone is no reference for itself: it is clipped to what a sender may be by the log, 2.5 times;
 - each update gets a score, its exact cosine to the trend (the sum of the last steps) plus the sum
   of the other updates. One round's sparse updates overlap too little to tell a sign flip; the trend
   does. Left out is who clearly opposes, now, what the others clearly agree on, or who, on the
@@ -95,8 +96,21 @@ def norm_limit(recent_norms: Sequence[int]) -> int | None:
     their consensus back for 16 rounds, which cost 4 honest replicas 0.046 nats after 60; the
     receivers' clip measures against the others of the same round and needs no such help.
     """
-    reference = max(lower_median(recent_norms), recent_norms[-1]) if recent_norms else 0
+    reference = _recent(recent_norms)
     return reference * SEND_X16 // 16 if reference else None
+
+
+def _recent(norms: Sequence[int]) -> int:
+    return max(lower_median(norms), norms[-1]) if norms else 0
+
+
+def _reference(norms: Sequence[int], recent_norms: Sequence[int]) -> int:
+    """The norm that a round's updates are measured against."""
+    median = lower_median(norms)
+    allowed = norm_limit(recent_norms)
+    if len(norms) == 1 and allowed is not None:
+        return min(median, allowed * 16 // CLIP_X16)
+    return max(median, lower_median(recent_norms) if recent_norms else 0)
 
 
 class Rule(enum.Enum):
@@ -110,7 +124,10 @@ class Rule(enum.Enum):
 
 @dataclass(frozen=True, eq=False)
 class Aggregate:
-    """The step of a round. `scales[i]` is the part of update i that went in, in 1/65536."""
+    """The step of a round. `scales[i]` is the part of update i that went in, in 1/65536.
+
+    `median_norm` is what the log keeps to measure the next rounds against.
+    """
 
     delta: FixedUpdate
     scales: tuple[int, ...]
@@ -262,8 +279,8 @@ def aggregate(
     past = list(past_scores) or [()] * len(updates)
     squares = [update.squared for update in updates]
     norms = [isqrt(square) for square in squares]
-    median_norm = lower_median(norms)
-    reference = max(median_norm, lower_median(recent_norms) if recent_norms else 0)
+    reference = _reference(norms, recent_norms)
+    median_norm = min(lower_median(norms), reference)
     scales = [SCALE_ONE] * len(updates)
     if rule is not Rule.MEAN:
         scales = [clip_scale(length, reference * CLIP_X16 // 16) for length in norms]
@@ -278,6 +295,8 @@ def aggregate(
         out, scores, total = _judge(clipped, squares, oversized, trend, past)
         scales = [0 if i in out else scale for i, scale in enumerate(scales)]
         # A scale of 0 is an update clipped to nothing: it is not counted either.
+        if not any(scales):
+            median_norm = min(median_norm, _recent(recent_norms))  # a lie raises no limit
     else:
         total = summed([(update, 1) for update in clipped])
     delta = mean_step(total, max(sum(scale > 0 for scale in scales), 1))

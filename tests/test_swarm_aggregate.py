@@ -85,6 +85,34 @@ def test_what_a_sender_shrinks_to_is_never_refused(recent: list[int], others: in
     assert aggregate(updates, recent_norms=recent).scales[0] > 0
 
 
+def test_who_sends_alone_is_no_measure_for_itself() -> None:
+    """All others late, and one left who sends a hundred times what is usual: found in a storm."""
+    lie = FixedUpdate(4, None, ints(100_000, 0, 0, 0))
+    recent = [1000] * 8
+    for _ in range(8):  # and its length gives it no more room the next time
+        result = aggregate([lie], recent_norms=recent[-8:])
+        assert result.scales == (0,)
+        assert not result.delta.dense().any()
+        recent.append(result.median_norm)
+    assert recent == [1000] * 16
+
+
+def test_who_sends_alone_is_clipped_to_what_a_sender_may_be() -> None:
+    long, usual = (FixedUpdate(2, None, ints(length, 0)) for length in (5000, 2400))
+    assert norm(aggregate([long], recent_norms=[1000] * 8).delta) in (2499, 2500)
+    assert aggregate([usual], recent_norms=[1000] * 8).scales == (SCALE_ONE,)
+    assert aggregate([long]).scales == (SCALE_ONE,)  # with no past there is nothing to go by
+    assert aggregate([long], recent_norms=[0, 0]).scales == (SCALE_ONE,)
+
+
+@given(st.lists(st.integers(10**6, 10**9), min_size=1, max_size=8))
+def test_what_a_sender_shrinks_to_goes_in_whole_if_it_is_alone(recent: list[int]) -> None:
+    limit = norm_limit(recent)
+    assert limit is not None
+    [scale] = aggregate([FixedUpdate(2, None, ints(0, limit))], recent_norms=recent).scales
+    assert scale > SCALE_ONE - 256
+
+
 def _apart(count: int, each: int = 16) -> list[FixedUpdate]:
     """Updates that have no coordinate in common: their scores in this round are 0."""
     size = count * each
