@@ -104,6 +104,9 @@ class CanaryWatch:
             return []
         # Measured again: the copies of other blocks that ours reads have changed since then.
         before_nats = await self.evaluate((base * 2.0**-QUANTUM_BITS).astype(np.float32))
+        if not self.canary.still_holds(head, before_nats):
+            _log.info("the blocks that this one reads got worse: nobody here is to blame")
+            return []
         losses: dict[str, float] = {}
         for sender in self._suspects(undone):
             flat = await asyncio.to_thread(_with_part, base, undone, consensus, sender)

@@ -111,6 +111,8 @@ class Canary:
     - an audit, once in a history: who undoes what we do keeps the CE from falling, which is no
       jump. Tested since the oldest of the recent measurements. Blamed is whose part makes worse by
       at least a quarter of what ours makes better. If ours makes nothing better, nobody undoes it.
+    On neither is anybody blamed if the earlier consensus itself is worse today than it was: then
+    what changed are the copies of other blocks, which ours reads, and no sender of this one.
     """
 
     margin_nats: float = 0.05
@@ -144,6 +146,10 @@ class Canary:
     def oldest(self, known: Collection[bytes]) -> bytes | None:
         """The oldest of them."""
         return next((head for head, _ in self.recent if head in known), None)
+
+    def still_holds(self, head: bytes, loss_nats: float) -> bool:
+        """Whether a head measured again is as good as it was when it was new."""
+        return loss_nats <= dict(self.recent)[head] + self.margin_nats
 
     def accepting(self, head: bytes, loss_nats: float) -> Canary:
         """After an alarm was looked into: where we stand now is what is watched from here on, or

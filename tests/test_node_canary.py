@@ -6,10 +6,12 @@ import asyncio
 from pathlib import Path
 
 import numpy as np
+import pytest
 from liar import Lie, liar
 from replica_swarm import Swarm, run
 
 from node.canary import CanaryWatch
+from protocol.identity import generate, peer_text
 from swarm.flat import Floats
 
 
@@ -86,5 +88,33 @@ def test_the_canary_accuses_nobody_of_what_all_do_and_rests_after_it(tmp_path: P
         assert not a.exclusions  # and found that its own part does the same.
         assert len(canary.canary.recent) < 8  # Where it stands now is what it watches from then on.
         assert 0.05 * len(measured) <= (loop.time() - began_s) / 4.0 + 0.5
+
+    run(work, tmp_path)
+
+
+def test_the_canary_blames_nobody_here_for_what_other_blocks_do(
+    tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    """What this block reads turns bad: with it, what the others learn looks like harm."""
+
+    async def work(swarm: Swarm) -> None:
+        a, b = swarm.add("a"), swarm.add("b")
+        spoiled = asyncio.Event()
+
+        async def evaluate(flat: Floats) -> float:
+            loss = float(np.mean((flat - a.toy.goal) ** 2))
+            return 20.0 - 10.0 * loss if spoiled.is_set() else loss
+
+        watch = a.canary = CanaryWatch(a.replica, evaluate, time_share=0.0)
+        # A newcomer's own part is no control: it has sent next to nothing. As here a stranger's.
+        suspects = [b.replica.me, peer_text(generate().peer_id)]
+        monkeypatch.setattr(watch, "_suspects", lambda entries: suspects)
+        a.start()
+        b.start()
+        await swarm.until(lambda: len(a.losses_nats) >= 4)
+        spoiled.set()
+        await swarm.until(lambda: a.losses_nats[-1] > 5.0)
+        assert len(watch.canary.recent) == 1  # it was an alarm, and looked into
+        assert not a.replica.state.trust.excluded(b.replica.me, a.replica.state.round + 1)
 
     run(work, tmp_path)
