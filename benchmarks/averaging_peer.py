@@ -34,9 +34,10 @@ from node.memory import keep_freed_memory
 from node.network import Network, NetworkPeers, NetworkSettings
 from node.replica import Replica
 from node.replica_service import serve_replica
-from node.service import Reply, Status
+from node.service import Handler, Reply, Status
 from protocol import messages
 from protocol.frames import Chunks, content_digest
+from protocol.messages import Message
 from protocol.records import Role
 from swarm import actions as act
 from swarm.deadline import DeadlineRules
@@ -114,14 +115,13 @@ class Averager:
             self.clock,
             self,
         )
-        # We have the two methods of a Service that it calls.
-        serve_replica(self, self.replica, self.board.hear, self.board.known, time.time)  # type: ignore[arg-type]
+        serve_replica(self, self.replica, self.board.answer, time.time)
         self.tasks = [
             asyncio.create_task(self.replica.running.queue.run()),
             asyncio.create_task(self.replica.run()),
         ]
 
-    def serve(self, request: type, handler: Any, bulk: bool = False) -> None:
+    def serve(self, request: type[Message], handler: Handler, bulk: bool = False) -> None:
         self.handlers[request] = handler
 
     def _on_record(self, event: act.PeerRecord) -> None:

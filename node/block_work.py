@@ -186,8 +186,7 @@ class BlockWork:
         serve_replica(
             self.network.service,
             self.replica,
-            self.board.hear,
-            self.board.known,
+            self.board.answer,
             time.time,
             self.copies.held,
         )

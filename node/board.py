@@ -1,8 +1,9 @@
 """A replica's notice board: its record in the DHT and shown to peers, theirs heard from both.
 
 The DHT finds replicas that one has not met; those that one has met are shown the record directly,
-which takes one round trip instead of a walk. Decides whom it is shown to and whose records are
-kept. Knows nothing of what a record leads to.
+which takes one round trip instead of a walk; of two that are ready at different times only the
+first asks (`held_answers`). Decides whom it is shown to and whose records are kept. Knows nothing
+of what a record leads to.
 """
 
 from __future__ import annotations
@@ -14,6 +15,7 @@ from collections.abc import Awaitable, Callable
 from dataclasses import replace
 
 from node.fetch import Peers
+from node.held_answers import HeldAnswers
 from node.network import Network
 from protocol import messages
 from protocol.errors import WireError
@@ -25,6 +27,7 @@ from swarm import actions as act
 from swarm.votes import UpdateRef
 
 SHOW_S = 5.0
+HOLD_S = 1.0  # an answer waits for our own record
 PEERS_SHOWN = 64
 PEERS_MET = 512
 
@@ -46,6 +49,7 @@ class ReplicaBoard:
         self.network, self.peers, self.block, self.role = network, peers, block, role
         self.on_record = on_record
         self.show_s = min(show_s, SHOW_S)
+        self._answers = HeldAnswers(min(self.show_s / 2, HOLD_S))
         self._own: SignedRecord | None = None
         self._met: dict[bytes, SignedRecord] = {}  # the newest record of each replica
         self._storing: asyncio.Task[None] | None = None
@@ -82,8 +86,10 @@ class ReplicaBoard:
             self._storing.cancel()
         wait, self._stored = quiet if self._stored and self._met else None, False
         self._storing = storing = asyncio.create_task(self._store(record, wait))
+        told = self._answers.say(own.record.round)
         try:
-            await asyncio.gather(*(self._show(peer, own) for peer in self._latest()))
+            new = [peer for peer in self._latest() if peer_text(peer) not in told]
+            await asyncio.gather(*(self._show(peer, own) for peer in new))
             with contextlib.suppress(asyncio.CancelledError):
                 await asyncio.shield(storing)
         finally:
@@ -132,6 +138,14 @@ class ReplicaBoard:
         _, subkey, value, expiration_s = claim
         known = self._met.get(subkey[-PEER_ID_BYTES:])
         return known is not None and (known.value, known.expiration_s) == (value, expiration_s)
+
+    async def answer(self, signed: SignedRecord, asker: bytes) -> list[SignedRecord]:
+        """A record that somebody shows us; what to show in return, our own first."""
+        known = asker in self._met
+        self.hear(signed)
+        if known and signed.peer_id == asker:  # a newcomer needs what there is at once
+            await self._answers.until_said(peer_text(asker), signed.record.round)
+        return self.known()
 
     def hear(self, signed: SignedRecord) -> None:
         """A verified record, from wherever. Of other runs and blocks, and older: left aside."""

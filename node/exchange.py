@@ -13,6 +13,7 @@ from collections.abc import Callable
 from dataclasses import dataclass
 
 from node.fetch import Peers
+from node.held_answers import HeldAnswers
 from protocol import messages
 from protocol.errors import WireError
 from protocol.frames import Oversize
@@ -28,6 +29,7 @@ from swarm.votes import UpdateRef, Vote
 
 _log = logging.getLogger(__name__)
 
+HOLD_S = 2.0  # an answer waits for our own vote
 VOTES_KEPT = 4 * VOTES_PER_REPLY  # identities are free: not one vote for each of them
 
 
@@ -69,6 +71,8 @@ class Exchange:
         self._votes: dict[tuple[int, int, str], SignedVote] = {}  # (round, stage, voter)
         # Everybody hands on everybody's votes: a signature is checked once, not once per peer.
         self._checked: dict[bytes, tuple[SignedVote, Vote]] = {}
+        # Half of the window: the answer has to be there before it ends.
+        self._answers = HeldAnswers(min(settings.rules.vote_window_s / 2, HOLD_S))
 
     # Updates.
 
@@ -158,17 +162,28 @@ class Exchange:
         found = [(k, v) for k, v in self._votes.items() if k[0] == number]
         return [v for _, v in sorted(found, key=lambda kv: (kv[0][2] != self.me, kv[0]))]
 
-    def hear_vote(self, data: bytes, number: int) -> None:
+    def own_vote(self, vote: Vote, signed: SignedVote) -> frozenset[str]:
+        """Keep our own vote; who hears it already, in an answer that waited for it."""
+        self.keep_vote(vote, signed)
+        return self._answers.say(vote.round) if vote.stage == 0 else frozenset()
+
+    async def answer_vote(self, data: bytes, number: int, asker: bytes) -> None:
+        """A vote that comes with the question for ours, which the answer waits for a little."""
+        vote = self.hear_vote(data, number)
+        if vote.stage == 0 and vote.round == number and vote.voter == peer_text(asker):
+            await self._answers.until_said(vote.voter, number)
+
+    def hear_vote(self, data: bytes, number: int) -> Vote:
         """A signed vote from anybody. Raises `WireError` if it is not one of this block."""
         signed, vote = self._checked.get(data) or self._check_vote(data)
         if abs(vote.round - number) > 1:
-            return
+            return vote
         if len(self._checked) < VOTES_KEPT:
             self._checked[signed.blob] = signed, vote
-        if vote.voter == self.me:
-            return
-        self.keep_vote(vote, signed)
-        self.hear(act.VoteArrived(vote))
+        if vote.voter != self.me:
+            self.keep_vote(vote, signed)
+            self.hear(act.VoteArrived(vote))
+        return vote
 
     def _check_vote(self, data: bytes) -> tuple[SignedVote, Vote]:
         signed = verify_vote(data)

@@ -141,9 +141,12 @@ class Replica:
         stage = self.state.stage
         return stage is not None and stage.ballot.votes.get(vote.voter) == vote
 
-    def hear_vote(self, data: bytes) -> None:
-        """A signed vote from anybody. Raises `WireError` if it is not one of this block."""
-        self.exchange.hear_vote(data, self.state.round)
+    async def hear_vote(self, data: bytes, asker: bytes) -> None:
+        """A signed vote from anybody; what to answer is there when this returns.
+
+        Raises `WireError` if it is not one of this block.
+        """
+        await self.exchange.answer_vote(data, self.state.round, asker)
 
     def votes_of(self, number: int) -> list[SignedVote]:
         return self.exchange.votes_of(number)
@@ -267,8 +270,8 @@ class Replica:
             case act.SendVote(vote, to):
                 wire = to_wire_vote(vote, self.settings.run_id, self.settings.block)
                 signed = seal_vote(self.identity, wire)
-                self.exchange.keep_vote(vote, signed)
-                for peer in to:
+                told = self.exchange.own_vote(vote, signed)
+                for peer in (peer for peer in to if peer not in told):
                     self._spawn(self.exchange.exchange_votes(peer, vote.round, signed.blob))
             case act.AskVotes(number, _, _, to):
                 for peer in to:

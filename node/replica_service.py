@@ -10,23 +10,30 @@ hosts, their copies are what is left of it.
 from __future__ import annotations
 
 import asyncio
-from collections.abc import Callable
+from collections.abc import Awaitable, Callable
+from typing import Protocol
 
 from node.consensus import Consensus, Shards, Snapshot
 from node.replica import Replica
-from node.service import Reply, Service
+from node.service import Handler, Reply
 from protocol import messages
 from protocol.frames import Refused
 from protocol.limits import LOG_ENTRIES_PER_REPLY, SHARD_BYTES, VOTES_PER_REPLY
-from protocol.messages import ErrorCode
+from protocol.messages import ErrorCode, Message
 from protocol.payloads import pack_log, pack_records, pack_updates, pack_votes, record_of
 from protocol.records import SignedRecord
 from swarm.log import ConsensusLog
 from swarm.updates import shards_of, to_wire_entry
 
-OnRecord = Callable[[SignedRecord], None]
-Records = Callable[[], list[SignedRecord]]
+# A record that somebody shows, and who; what to show in return: our own, and those that we know.
+OnRecord = Callable[[SignedRecord, bytes], Awaitable[list[SignedRecord]]]
 Held = tuple[ConsensusLog, Consensus]
+
+
+class Serves(Protocol):
+    """What is needed of a `Service`."""
+
+    def serve(self, request: type[Message], handler: Handler, bulk: bool = False) -> None: ...
 
 
 def _no_copies(block: int) -> Held | None:
@@ -34,15 +41,14 @@ def _no_copies(block: int) -> Held | None:
 
 
 def serve_replica(
-    service: Service,
+    service: Serves,
     replica: Replica,
     on_record: OnRecord,
-    records: Records,
     clock: Callable[[], float],
     copies: Callable[[int], Held | None] = _no_copies,
 ) -> None:
-    """Answer for one replica. `records` are our own and those that we know of the block."""
-    answers = _Answers(replica, on_record, records, clock, copies)
+    """Answer for one replica."""
+    answers = _Answers(replica, on_record, clock, copies)
     service.serve(messages.Announce, answers.announce)
     service.serve(messages.UpdateRequest, answers.update, bulk=True)
     service.serve(messages.VoteRequest, answers.votes)
@@ -57,11 +63,10 @@ class _Answers:
         self,
         replica: Replica,
         on_record: OnRecord,
-        records: Records,
         clock: Callable[[], float],
         copies: Callable[[int], Held | None],
     ) -> None:
-        self.replica, self.on_record, self.records, self.clock = replica, on_record, records, clock
+        self.replica, self.on_record, self.clock = replica, on_record, clock
         self.copies = copies
         self._making = asyncio.Lock()
 
@@ -87,10 +92,9 @@ class _Answers:
         self._check(run, block)
         return self.replica.state.log, self.replica.consensus
 
-    async def announce(self, request: messages.Announce, _: bytes) -> Reply:
+    async def announce(self, request: messages.Announce, asker: bytes) -> Reply:
         self._check(request.run, request.block)
-        self.on_record(record_of(request, self.clock()))
-        found = self.records()[:16]
+        found = (await self.on_record(record_of(request, self.clock()), asker))[:16]
         return Reply(messages.AnnounceReply(count=len(found)), pack_records(found))
 
     async def update(self, request: messages.UpdateRequest, _: bytes) -> Reply:
@@ -101,10 +105,10 @@ class _Answers:
             raise _not_here("update")
         return Reply(messages.UpdateReply(block=request.block, round=request.round), payload)
 
-    async def votes(self, request: messages.VoteRequest, _: bytes) -> Reply:
+    async def votes(self, request: messages.VoteRequest, asker: bytes) -> Reply:
         self._check(request.run, request.block)
         if request.vote:
-            self.replica.hear_vote(request.vote)
+            await self.replica.hear_vote(request.vote, asker)
         found = self.replica.votes_of(request.round)[:VOTES_PER_REPLY]
         return Reply(messages.VoteReply(count=len(found)), pack_votes(found))
 

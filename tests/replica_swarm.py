@@ -12,6 +12,7 @@ from pathlib import Path
 from typing import Any
 
 import numpy as np
+from chains import no_records
 from virtual_time import run_virtually
 
 from node.canary import CanaryWatch
@@ -143,7 +144,7 @@ class Member:
         zero = np.zeros(SIZE, dtype=np.float32)
         self.replica = kind(settings, self.identity, zero, swarm, self, self.toy, swarm.now_s, self)
         service: Any = self  # all of a service that it uses is `serve`
-        serve_replica(service, self.replica, lambda s: None, list, lambda: 0.0)
+        serve_replica(service, self.replica, no_records, lambda: 0.0)
         self.tasks: list[asyncio.Task[None]] = []
 
     def start(self) -> Member:

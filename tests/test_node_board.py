@@ -2,12 +2,13 @@
 
 from __future__ import annotations
 
+import asyncio
 import time
 from dataclasses import replace
 from pathlib import Path
 from typing import Any
 
-from loopback import RUN_ID, _no_daemon_left, node, run  # noqa: F401
+from loopback import RUN_ID, _no_daemon_left, node, run, until  # noqa: F401
 
 from node.board import ReplicaBoard
 from node.network import Network, NetworkPeers
@@ -20,15 +21,19 @@ from swarm import actions as act
 Heard = list[act.PeerRecord]
 
 
-def board_on(network: Network, block: int = 0) -> tuple[ReplicaBoard, Heard]:
+class CountingBoard(ReplicaBoard):
+    asked = 0  # by others
+
+
+def board_on(network: Network, block: int = 0) -> tuple[CountingBoard, Heard]:
     heard: Heard = []
-    board = ReplicaBoard(
+    board = CountingBoard(
         network, NetworkPeers(network), block, int(Role.REPLICA), heard.append, show_s=5.0
     )
 
-    async def announce(request: messages.Announce, _: bytes) -> Reply:
-        board.hear(record_of(request, time.time()))
-        found = board.known()[:16]
+    async def announce(request: messages.Announce, asker: bytes) -> Reply:
+        board.asked += 1
+        found = (await board.answer(record_of(request, time.time()), asker))[:16]
         return Reply(messages.AnnounceReply(count=len(found)), pack_records(found))
 
     network.service.serve(messages.Announce, announce)
@@ -56,6 +61,25 @@ def test_replicas_find_each_other_and_hear_every_round(tmp_path: Path) -> None:
             await board_b.publish(says(4))
             assert [r.round for r in heard_a] == [3, 4]
             assert len(board_a.known()) == 2
+
+    run(main())
+
+
+def test_of_two_replicas_that_know_each_other_one_asks(tmp_path: Path) -> None:
+    async def main() -> None:
+        async with node(tmp_path, "a") as a, node(tmp_path, "b", await a.invitations()) as b:
+            (board_a, heard_a), (board_b, heard_b) = board_on(a), board_on(b)
+            await board_a.publish(says(3))
+            await board_b.publish(says(3))
+            await board_b.look_up()
+            before = board_a.asked
+            first = asyncio.create_task(board_a.publish(says(4)))
+            await until(lambda: heard_b[-1].round == 4)
+            assert heard_a[-1].round == 3  # the answer waits until b has something to say
+            await board_b.publish(says(4))
+            await first
+            assert heard_a[-1].round == heard_b[-1].round == 4
+            assert board_a.asked == before
 
     run(main())
 

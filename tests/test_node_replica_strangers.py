@@ -99,6 +99,6 @@ def test_a_vote_that_is_not_of_this_block_is_refused(tmp_path: Path) -> None:
         a = swarm.add("a")
         for data in (b"", b"\x00" * 200):
             with pytest.raises(WireError):
-                a.replica.hear_vote(data)
+                await a.replica.hear_vote(data, b"")
 
     run(work, tmp_path)
