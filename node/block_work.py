@@ -21,6 +21,7 @@ from node.canary import CanaryWatch
 from node.copies import Copies
 from node.event_log import EventLog
 from node.exchange import ReplicaSettings
+from node.first_consensus import first_consensus
 from node.follow import Follower
 from node.host_events import EventWriter
 from node.host_settings import HostSettings
@@ -32,7 +33,6 @@ from node.replica_service import serve_replica
 from node.running_weights import Moment
 from node.saving import Saver
 from node.serve_trained import TrainedServer
-from node.take_over import copy_of_lost_block
 from node.tasks import BackgroundTasks
 from node.trainer import TrainerError
 from node.trainer_process import TrainerSettings
@@ -168,21 +168,27 @@ class BlockWork:
         self.writer.block = self.block
         self.say(f"block {self.block} of {self.run_spec.model.blocks}")
         mark("block")
-        await self.training.start(self.paused)
-        mark("trainer")
-        if saved is not None:
-            await self.saver.resume(
-                saved,
-                self.replica,
-                self.training.trainer,
-                self.codec,
-                self.run_file.exchange.snapshot_every,
-            )
-        if followers:
-            self.copies.adopt(followers)
-            await self.training.trainer.renew_copies(self.copies.weights())
-        if saved is None:
-            await self._go_on_from_a_copy(followers)
+        rules = self.premises.rules
+        number = round_at(self.now_s(), rules.start_s, rules.period_s)
+        self.copies.adopt(followers)
+        copies = asyncio.create_task(self.copies.catch_up(number))  # beside the slow start below
+        try:
+            await self.training.start(self.paused)
+            mark("trainer")
+            if saved is not None:
+                await self.saver.resume(
+                    saved,
+                    self.replica,
+                    self.training.trainer,
+                    self.codec,
+                    self.run_file.exchange.snapshot_every,
+                )
+            if self.replica.state.log.head.round < 0 < number:
+                await self._go_on_from_the_newest(number, followers)
+            await copies
+        finally:
+            copies.cancel()
+        await self.training.trainer.renew_copies(self.copies.weights())
         serve_replica(
             self.network.service,
             self.replica,
@@ -193,22 +199,20 @@ class BlockWork:
         self._offer(self.replica.state.log.head.round)
         self._began_round = self.replica.state.round
         self.round_began(self.replica.state.round)
-        self.premises.note("resumed" if saved else "started")
+        head = self.replica.state.log.head
+        begun_with = {"round": str(head.round), "consensus": head.digest.hex()}
+        self.premises.note("resumed" if saved else "started", facts=begun_with)
 
-    async def _go_on_from_a_copy(self, followers: Mapping[int, Follower]) -> None:
-        """Of a block that lost all its hosts, go on from the newest copy that others follow."""
-        rules = self.premises.rules
-        number = round_at(self.now_s(), rules.start_s, rules.period_s)
-        if number < 1:
-            return
-        copy = await copy_of_lost_block(
+    async def _go_on_from_the_newest(self, number: int, followers: Mapping[int, Follower]) -> None:
+        found = await first_consensus(
             self.network, self.peers, self.run_file, self.block, number, followers
         )
-        if copy is not None and copy.round >= 0:
-            self.say(f"block {self.block} has no host: going on from a copy of round {copy.round}")
-            consensus = await asyncio.to_thread(copy.consensus.whole, copy.log)
-            self.replica.restore(Moment(copy.log, consensus, {}))
+        if found.round >= 0:
+            self.say(f"block {self.block}: going on from the consensus of round {found.round}")
+            consensus = await asyncio.to_thread(found.consensus.whole, found.log)
+            self.replica.restore(Moment(found.log, consensus, {}))
             self.replica.reset_weights()
+            self.saver.due.set()  # with it we can go on alone, if all others are gone tomorrow
 
     async def _end(self, loops: Sequence[asyncio.Task[None]]) -> None:
         """Stop hearing, save, stop the training."""
@@ -264,7 +268,7 @@ class BlockWork:
         if self.premises.rules.ended(number):
             self._end_run()
             return
-        self.training.give_steps(number)
+        self.training.give_steps(self.replica)
         self.copies.begin(number)
 
     def _end_run(self) -> None:

@@ -93,7 +93,18 @@ class Copies:
         return tuple(max(0, wanted[b] - f.round) for b, f in self.followers.items())
 
     def weights(self) -> dict[int, Quanta]:
-        return {block: follower.consensus.weights for block, follower in self.followers.items()}
+        """Those that we have. Of the others training reads the run's first weights."""
+        return {b: f.consensus.weights for b, f in self.followers.items() if f.round >= 0}
+
+    async def catch_up(self, number: int) -> None:
+        """Before our first step, which is in round `number`: what the others read in it.
+
+        With the first weights instead a block would get used to what nobody else reads. Of a block
+        that nobody answers for there is nothing to wait for.
+        """
+        wanted = self.wanted(number - 1)
+        late = [block for block, f in self.followers.items() if f.round < wanted[block]]
+        await asyncio.gather(*(self._advance(block, wanted[block]) for block in late))
 
     async def run(self) -> None:
         """Renew the copies round after round, until cancelled."""

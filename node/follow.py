@@ -31,7 +31,8 @@ Donors = Callable[[int], Awaitable[Sequence[str]]]
 
 @dataclass(frozen=True)
 class FollowSettings:
-    """Which log, for what."""
+    """Which log, for what. `to_train`: whoever trains the block judges updates by the log's last
+    steps, so a copy for that begins with the older snapshot, which has them all behind it."""
 
     run_id: bytes
     block: int
@@ -39,6 +40,7 @@ class FollowSettings:
     snapshot_every: int
     purpose: Purpose
     ask_s: float = CONTROL_DEADLINE_S
+    to_train: bool = False
 
 
 class Follower:
@@ -86,7 +88,7 @@ class Follower:
         remote = logs[supporters[0]]
         cut = [e.digest for e in remote.entries].index(chosen.digest)
         entries = remote.entries[: cut + 1]
-        pins = remote.starts(entries)
+        pins = remote.starts(entries)[: 1 if self.settings.to_train else None]
         try:
             # A failure on the way leaves the old copy as it was.
             moved = await consensus_at(fetcher, supporters, self.log, self.consensus, entries, pins)

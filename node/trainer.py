@@ -147,7 +147,7 @@ class Trainer:
             await self._order({"op": "correct", "counts": counts})
 
     async def replace(self, flat: Floats) -> None:
-        """Set the running weights."""
+        """Set the running weights. What the optimizer remembers of the old ones is forgotten."""
         async with self._shared_lock:
             await asyncio.to_thread(np.copyto, self.shared.own, flat)
             await self._order({"op": "replace"})

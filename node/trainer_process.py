@@ -222,6 +222,7 @@ class _Trainer:
                 return {}
             case "replace":
                 load_flat(self.worker.block, self.shared.own)
+                self.worker.optimizer.load({})  # the gradients of other weights are no guide
                 return {}
             case "evaluate":
                 return {"ce_nats": self._evaluate(self.shared.own)}

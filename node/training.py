@@ -50,12 +50,20 @@ class Training:
         if paused:
             await self.trainer.pause(True)
 
-    def give_steps(self, number: int) -> None:
-        """The process may do the steps of a round; after the run's last one there are none."""
-        if 0 <= number < self.run_file.rounds.count:
+    def give_steps(self, replica: Replica) -> None:
+        """The process may do the steps of the replica's round; after the run's last there are none.
+
+        In turn with all else that is done to the weights: a new process has others until then.
+        """
+        number = replica.state.round
+
+        async def give() -> None:
             training = self.run_file.run.training
             first = scheduled_steps(training, number)
-            self.spawn(self.trainer.begin_round(first, training.steps_in_round(number)))
+            await self.trainer.begin_round(first, training.steps_in_round(number))
+
+        if 0 <= number < self.run_file.rounds.count:
+            replica.running.queue.put(give)
 
     def pause(self, paused: bool) -> None:
         self.paused = paused
@@ -94,4 +102,4 @@ class Training:
             self._lost.clear()  # what failed until now failed with the old process
             self.tell("trainer_restarted", "")
             replica.reset_weights()
-            self.give_steps(replica.state.round)
+            self.give_steps(replica)

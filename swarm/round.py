@@ -42,9 +42,10 @@ from dataclasses import replace
 from swarm import actions as act
 from swarm.clock import exchange_opens_s, round_at
 from swarm.deadline import agreed_s, proposal_s
-from swarm.groups import group_count, group_of
+from swarm.groups import group_count
 from swarm.round_groups import group_ready, heard_claim
 from swarm.round_heads import apply_entry, choose_head, fetch_failed, fetched
+from swarm.round_phases import end_collect, end_repair, end_vote
 from swarm.round_report import included, remember_arrivals, report_of
 from swarm.round_state import (
     MAX_EARLY,
@@ -53,17 +54,13 @@ from swarm.round_state import (
     Phase,
     RoundState,
     Stage,
-    active,
-    all_peers,
     in_own_group,
     keep_ahead,
     may_vote,
     opened,
-    own_group,
-    voters,
     with_stage,
 )
-from swarm.votes import MAX_LISTED, UpdateRef, Vote, agreed_set
+from swarm.votes import MAX_LISTED, UpdateRef, Vote
 
 Result = tuple[RoundState, list[act.Action]]
 
@@ -271,8 +268,8 @@ def _offer(
     """Someone has an update for us. One per sender, of our group, at most 16, in time."""
     if ref.sender == state.me or state.trust.excluded(ref.sender, state.round):
         return state
-    if state.rules.ended(state.round):
-        return state
+    if state.rules.ended(state.round) or state.log.head.round >= state.round:
+        return state  # nothing more goes into this round, also if we only got its result
     if not in_own_group(state, ref.sender) or stage.phase is not Phase.COLLECT:
         return state
     if any(offer.sender == ref.sender for offer in stage.offers):
@@ -347,11 +344,11 @@ def _pass_deadlines(state: RoundState, now_s: float, out: list[act.Action]) -> R
         before = state
         phase = state.stage.phase
         if phase is Phase.COLLECT:
-            state = _end_collect(state, now_s, out)
+            state = end_collect(state, now_s, out)
         elif phase is Phase.VOTE:
-            state = _end_vote(state, now_s, out)
+            state = end_vote(state, now_s, out)
         elif phase is Phase.REPAIR:
-            state = _end_repair(state, now_s, out)
+            state = end_repair(state, now_s, out)
         if state is before:
             break
     return state
@@ -364,97 +361,3 @@ def _round_of(event: act.Event) -> int:
         case act.VoteArrived(vote):
             return vote.round
     return -1
-
-
-def _end_collect(state: RoundState, now_s: float, out: list[act.Action]) -> RoundState:
-    stage = state.stage
-    assert stage is not None
-    if now_s < stage.first_s and not _all_collected(state, stage):
-        return state
-    state = choose_head(state, now_s, out)
-    if state.sync is not None and now_s < stage.first_s:
-        return state
-    if state.rules.ended(state.round):
-        return with_stage(state, phase=Phase.DONE)
-    if state.sync is not None or state.me not in voters(state):
-        return with_stage(state, phase=Phase.VOTE)
-    head = state.log.head
-    accepted = [r for r in stage.held if not state.trust.excluded(r.sender, state.round)]
-    most = MAX_LISTED if stage.number == 0 else state.groups
-    vote = Vote(
-        state.me, state.round, head.digest, head.round, tuple(sorted(accepted)[:most]), stage.number
-    )
-    to = all_peers(state) if stage.number == 1 else list(own_group(state))
-    out.append(act.SendVote(vote, tuple(peer for peer in to if peer != state.me)))
-    return with_stage(state, phase=Phase.VOTE, ballot=stage.ballot.with_vote(vote))
-
-
-def _all_collected(state: RoundState, stage: Stage) -> bool:
-    """Whether nobody is left to wait for. Not in our first rounds: we may not know them yet."""
-    if state.round <= state.warm_until + 1 or (state.own is None and stage.number == 0):
-        return False
-    head = state.log.head.digest
-    if any(v.round == state.round and v.head != head for v in state.peers.values()):
-        return False  # which head wins a tie is decided at the first deadline, not before
-    if stage.number == 1:
-        named = {ref.sender for ref in stage.held}
-        return len(named) == state.groups
-    done = {ref.sender for ref in (*stage.held, *stage.refused)}
-    offered = {ref.sender for ref in stage.offers}
-    for peer, view in state.peers.items():  # mostly the first one that is not done decides
-        # Who announced itself with no update sends none (a newcomer).
-        silent = view.round == state.round and peer not in offered
-        if peer not in done and not silent and in_own_group(state, peer) and active(state, peer):
-            return False
-    return True
-
-
-def _end_vote(state: RoundState, now_s: float, out: list[act.Action]) -> RoundState:
-    stage = state.stage
-    assert stage is not None
-    expected = {p for p in voters(state) if p == state.me or active(state, p)}
-    missing = tuple(sorted(expected - set(stage.ballot.votes) - {state.me}))
-    if now_s < stage.second_s and missing:
-        if now_s >= (stage.first_s + stage.second_s) / 2 and not stage.asked:
-            to = tuple(sorted(p for p in stage.ballot.votes if p != state.me))
-            if to:
-                out.append(act.AskVotes(state.round, stage.number, missing[:MAX_LISTED], to))
-            return with_stage(state, asked=True)
-        return state
-    eligible = state.log.eligible_voters() if stage.number == 0 else stage.ballot.votes
-    counted = stage.ballot.counted(state.log.head.digest, eligible)
-    if state.sync is not None or not counted:
-        # On the wrong head. If the right one arrives before the third deadline we can still
-        # count the others' votes; else their result comes with the next head.
-        if now_s < stage.third_s:
-            return state
-        return replace(with_stage(state, phase=Phase.DONE), outcome="syncing")
-    agreed = agreed_set(counted)
-    if not agreed:
-        return replace(with_stage(state, phase=Phase.DONE, agreed=()), outcome="empty")
-    pulling = stage.pulling
-    for ref in agreed if now_s < stage.third_s else ():
-        if ref not in stage.held:
-            holders = tuple(p for p in stage.ballot.holders(ref) if p != state.me)
-            out.append(act.Pull(ref, holders, stage.third_s))
-            pulling |= {ref}
-    refused = {ref: why for ref, why in stage.refused.items() if ref not in agreed}
-    return with_stage(state, phase=Phase.REPAIR, agreed=agreed, pulling=pulling, refused=refused)
-
-
-def _end_repair(state: RoundState, now_s: float, out: list[act.Action]) -> RoundState:
-    stage = state.stage
-    assert stage is not None
-    assert stage.agreed is not None
-    if all(ref in stage.held for ref in stage.agreed):
-        opens_next = exchange_opens_s(state.round + 1, state.rules.start_s, state.rules.period_s)
-        base = state.log.head.digest
-        if stage.number == 1:
-            out.append(act.Combine(state.round, base, stage.agreed, opens_next))
-        else:
-            group = group_of(state.me, state.round, state.groups) if state.groups > 1 else None
-            out.append(act.Aggregate(state.round, base, stage.agreed, group, opens_next))
-        return with_stage(state, phase=Phase.AGGREGATE)
-    if now_s >= stage.third_s:
-        return replace(with_stage(state, phase=Phase.DONE), outcome="undecided")
-    return state

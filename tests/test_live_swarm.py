@@ -186,6 +186,7 @@ def test_a_swarm_that_was_down_altogether_comes_back(tmp_path: Path) -> None:
         address = seed.address()
         other = swarm.join(address, "other", 0)
         agree_after([seed, other], -1, 2, LIMIT_S)
+        other.until((tmp_path / "other" / "state.json").exists)
         seed.crash()
         other.crash()
         other = swarm.join(address, "other", 0)  # the address is dead, the folder knows the run
@@ -320,8 +321,9 @@ def test_at_the_end_of_the_run_hosts_stop_training_and_serve_what_they_agreed_on
         # Whoever comes too late still gets what they agreed on.
         late = swarm.join(seed.address(), "late", 0)
         until_event(late, "run_ended")
-        move = late.until(lambda: late.events("move"), LIMIT_S)[-1]
-        assert move["after"] == consensus_by_round(seed)[max(consensus_by_round(seed))]
+        [began] = (e for e in late.events("node") if e["what"] == "started")
+        last = max(consensus_by_round(seed))
+        assert began["facts"] == {"round": str(last), "consensus": consensus_by_round(seed)[last]}
         assert not late.events("round")
 
 

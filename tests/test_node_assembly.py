@@ -15,6 +15,7 @@ from typing import Any, TypeVar
 import numpy as np
 import pytest
 import torch
+from chains import no_records
 from live import tiny_run_file
 
 import node.assembly
@@ -131,7 +132,7 @@ class Replica:
             consensus=self.consensus,
             muted=False,
         )
-        answers = _Answers(inside, lambda signed: None, list, time.time, lambda block: None)
+        answers = _Answers(inside, no_records, time.time, lambda block: None)
         reply = await getattr(answers, HANDLERS[type(request)])(request, b"")
         return reply.message, bytes(reply.payload)
 

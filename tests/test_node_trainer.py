@@ -13,6 +13,7 @@ from typing import Any
 
 import numpy as np
 import pytest
+from safetensors.numpy import load_file
 
 from node.data import load_corpus
 from node.trainer import Trainer, TrainerError
@@ -137,6 +138,23 @@ def test_save_and_load_bring_back_weights_and_momentum(text: str, tmp_path: Path
                 await trainer.load(path)
             with pytest.raises(TrainerError, match="save"):
                 await trainer.save(path / "below a file")
+
+    run(check())
+
+
+def test_weights_that_are_set_are_trained_without_the_old_ones_momentum(
+    text: str, tmp_path: Path
+) -> None:
+    async def check() -> None:
+        path = tmp_path / "trainer.safetensors"
+        async with training(text) as (trainer, heard):
+            await trainer.begin_round(0, 2)
+            await heard.idle.wait()
+            await trainer.save(path)
+            assert any(name.startswith("o.") for name in load_file(path))
+            await trainer.replace(initial_flat(RUN, 1))
+            await trainer.save(path)
+            assert not any(name.startswith("o.") for name in load_file(path))
 
     run(check())
 

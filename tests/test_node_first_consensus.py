@@ -1,21 +1,21 @@
-"""A block that lost all its hosts goes on from the copies that others followed."""
+"""A newcomer begins with its block's consensus; with a lost block's, as others followed it."""
 
 from __future__ import annotations
 
-from collections.abc import Mapping, Sequence
+from collections.abc import Sequence
 from pathlib import Path
 from types import SimpleNamespace
 from typing import Any
 
 import numpy as np
 import pytest
-from chains import CODEC, EVERY, FIRST, RUN, Chain, Donors, identity, run
+from chains import CODEC, EVERY, FIRST, RUN, Chain, Donors, identity, no_records, run
 from live import tiny_run_file
 
 from node.exchange import ReplicaSettings
+from node.first_consensus import bring_up
 from node.follow import Follower, FollowSettings
 from node.replica_service import serve_replica
-from node.take_over import copy_of_lost_block
 from protocol import messages
 from protocol.frames import Refused
 from protocol.identity import generate, peer_text
@@ -28,16 +28,17 @@ BLOCKS = 3
 
 
 class Town(Donors):
-    """Hosts of block 1 that follow block 0, which has no host any more."""
+    """Hosts of block 1 that follow block 0, and those that block 0 has itself."""
 
-    def __init__(self, copies: Sequence[Chain], hosts_of_0: int = 0) -> None:
+    def __init__(self, copies: Sequence[Chain], hosts_of_0: Sequence[Chain] = ()) -> None:
         super().__init__()
         self.peer_id = generate().peer_id
         self.settings = SimpleNamespace(run_id=RUN)
-        self.found: dict[int, list[Any]] = {0: [_record() for _ in range(hosts_of_0)], 1: []}
-        for chain in copies:
-            self.found[1].append(_record())
-            self.hold(peer_text(self.found[1][-1].peer_id), chain)
+        self.found: dict[int, list[Any]] = {0: [], 1: []}
+        for block, chains in enumerate((hosts_of_0, copies)):
+            for chain in chains:
+                self.found[block].append(_record())
+                self.hold(peer_text(self.found[block][-1].peer_id), chain)
 
     def hold(self, name: str, chain: Chain) -> None:
         rules = RoundRules(0.0, 10.0, DeadlineRules(0.5, 1.0), 0.5, 0.5)
@@ -52,7 +53,7 @@ class Town(Donors):
         def copies(block: int) -> Any:
             return (chain.log, chain.consensus) if block == 0 else None
 
-        serve_replica(service, replica, lambda signed: None, list, lambda: 0.0, copies)
+        serve_replica(service, replica, no_records, lambda: 0.0, copies)
         self.handlers[name] = served
 
     async def replicas(self, block: int) -> list[Any]:
@@ -68,14 +69,12 @@ async def nobody(block: int) -> Sequence[str]:
     return ()
 
 
-def known(town: Town) -> Mapping[int, Follower]:
-    settings = FollowSettings(RUN, 0, CODEC, EVERY, Purpose.CATCH_UP, ask_s=1.0)
-    return {0: Follower(settings, FIRST, town, nobody)}
-
-
-def copy(town: Any, coupling: str = "look_ahead", block: int = 0) -> Follower | None:
+def found_in(town: Any, coupling: str = "look_ahead") -> Follower:
     file = tiny_run_file(blocks=BLOCKS, coupling=coupling)
-    return run(copy_of_lost_block(town, town, file, block, 20, known(town)))
+    settings = FollowSettings(RUN, 0, CODEC, EVERY, Purpose.CATCH_UP, ask_s=1.0, to_train=True)
+    found = Follower(settings, FIRST, town, nobody)
+    run(bring_up(found, town, file, 20))
+    return found
 
 
 @pytest.fixture
@@ -83,24 +82,33 @@ def chain(tmp_path: Path) -> Chain:
     return Chain(identity(tmp_path)).grow(9)
 
 
-def test_it_goes_on_where_the_newest_copy_of_most_stands(chain: Chain) -> None:
+def test_a_lost_block_goes_on_where_the_newest_copy_of_most_stands(chain: Chain) -> None:
     older = chain.fork(0)
-    town = Town([older, chain.grow(3), chain])
-    found = copy(town)
-    assert found is not None and found.log.head == chain.log.head
+    found = found_in(Town([older, chain.grow(3), chain]))
+    assert found.log.head == chain.log.head
     assert np.array_equal(found.consensus.weights, chain.consensus.weights)
-    # From there it can save and serve.
+    # From there it can save, serve, and judge updates as all others do.
     assert found.consensus.oldest_start(found.log) is not None
+    steps = found.consensus.whole(found.log).recent_steps(found.log)
+    assert len(steps) == len(chain.consensus.recent_steps(chain.log)) > 0
 
 
-def test_a_block_that_has_hosts_is_caught_up_with_as_ever(chain: Chain) -> None:
-    assert copy(Town([chain], hosts_of_0=1)) is None
-    assert copy(Town([chain]), coupling="independent") is None
+@pytest.mark.parametrize("coupling", ["look_ahead", "independent"])
+def test_of_a_block_that_has_hosts_they_are_asked(chain: Chain, coupling: str) -> None:
+    newer = chain.fork(0).grow(3)
+    found = found_in(Town([newer, newer, newer], hosts_of_0=[chain, chain]), coupling)
+    assert found.log.head == chain.log.head
 
 
-def test_without_any_copy_it_begins_anew() -> None:
-    found = copy(Town([]))
-    assert found is not None and found.round == -1
+def test_without_any_copy_it_begins_anew(chain: Chain) -> None:
+    assert found_in(Town([])).round == -1
+    assert found_in(Town([chain]), coupling="independent").round == -1
+
+
+def test_hosts_that_do_not_answer_keep_nobody_from_beginning(chain: Chain) -> None:
+    town = Town([], hosts_of_0=[chain])
+    town.handlers.clear()
+    assert found_in(town).round == -1
 
 
 def test_only_the_logs_of_followed_blocks_are_served(chain: Chain) -> None:
