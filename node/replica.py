@@ -36,7 +36,7 @@ from swarm.fixed_point import SCALE_ONE, FixedUpdate, norm, to_fixed, weights_di
 from swarm.flat import Floats
 from swarm.groups import MAX_GROUP
 from swarm.log import ConsensusLog, Entry, MoveMode, genesis
-from swarm.round import next_wakeup_s, step
+from swarm.round import announcement, next_wakeup_s, step
 from swarm.round_state import Phase, RoundState
 from swarm.updates import to_wire_vote, update_digest
 from swarm.votes import UpdateRef, Vote
@@ -154,6 +154,8 @@ class Replica:
     async def run(self) -> None:
         """Take part until cancelled. The tasks are ours but for `running.queue`'s."""
         try:
+            if self.state.round >= 0:
+                self._carry_out([announcement(self.state)])
             while True:
                 self._take(await self._next_event())
         finally:

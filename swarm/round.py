@@ -122,17 +122,19 @@ def _turn(state: RoundState, now_s: float, out: list[act.Action]) -> RoundState:
     )
     if state.rules.ended(number):  # say where we stand, and hear where the others do: no more
         state = replace(state, outcome="ended")
-        out.append(_announcement(state))
+        out.append(announcement(state))
     elif now_s >= first:  # we slept through it: take part in the next one
         state = replace(with_stage(state, phase=Phase.DONE), outcome="missed")
     elif number > state.warm_until:
         out.append(act.MakeUpdate(number, tuple(sorted(state.in_flight))))
     else:
-        out.append(_announcement(state))
+        out.append(announcement(state))
     return state
 
 
-def _announcement(state: RoundState) -> act.Announce:
+def announcement(state: RoundState) -> act.Announce:
+    """What we say of ourselves in this round. A newcomer says it at once, before its first round
+    turns: until then nobody would show it anything."""
     head = state.log.head
     proposal = proposal_s(state.arrivals_s, state.rules.deadline)
     return act.Announce(
@@ -226,7 +228,7 @@ def _own_ready(
         in_flight={**state.in_flight, event.ref: state.round},
         stage=replace(stage, held={**stage.held, event.ref: now_s - stage.opens_s}),
     )
-    out.append(_announcement(state))
+    out.append(announcement(state))
     return state
 
 
@@ -245,11 +247,13 @@ def _see(state: RoundState, views: Mapping[str, PeerView]) -> RoundState:
 def _records(
     state: RoundState, records: tuple[act.PeerRecord, ...], out: list[act.Action]
 ) -> RoundState:
-    now = [r for r in records if r.round == state.round and r.peer != state.me]
     for record in records:
         if record.round == state.round + 1:
             state = _keep_early(state, record)
-    views = {r.peer: PeerView(r.round, r.head, r.head_round, r.proposal_s) for r in now}
+    # One of the round before says that its owner is there, and offers nothing any more.
+    late = [r for r in records if r.round == state.round - 1 and r.peer != state.me]
+    now = [r for r in records if r.round == state.round and r.peer != state.me]
+    views = {r.peer: PeerView(r.round, r.head, r.head_round, r.proposal_s) for r in (*late, *now)}
     state = _see(state, views) if views else state
     for record in now:
         ref, stage = record.update, state.stage

@@ -25,7 +25,7 @@ from swarm.round_state import (
 )
 from swarm.votes import MAX_LISTED, Vote, agreed_set
 
-NEW_ROUNDS = 2  # in which a newcomer that hears nobody leaves it to the others
+NEW_ROUNDS = 2  # after its warm-up, in which a newcomer may not have heard of the others yet
 
 
 def end_collect(state: RoundState, now_s: float, out: list[act.Action]) -> RoundState:
@@ -51,10 +51,20 @@ def end_collect(state: RoundState, now_s: float, out: list[act.Action]) -> Round
     return with_stage(state, phase=Phase.VOTE, ballot=stage.ballot.with_vote(vote))
 
 
+def _is_new(state: RoundState) -> bool:
+    return state.round <= state.warm_until + NEW_ROUNDS
+
+
+def _company(state: RoundState) -> bool:
+    return any(active(state, peer) for peer in state.peers)
+
+
 def _all_collected(state: RoundState, stage: Stage) -> bool:
     """Whether nobody is left to wait for. Not in our first rounds: we may not know them yet."""
     if state.round <= state.warm_until + 1 or (state.own is None and stage.number == 0):
         return False
+    if _is_new(state) and state.log.eligible_voters() - {state.me} and not _company(state):
+        return False  # a moment later we may have heard of those who made the log
     head = state.log.head.digest
     if any(v.round == state.round and v.head != head for v in state.peers.values()):
         return False  # which head wins a tie is decided at the first deadline, not before
@@ -107,7 +117,7 @@ def end_vote(state: RoundState, now_s: float, out: list[act.Action]) -> RoundSta
 def _leaves_it_to_others(state: RoundState, counted: list[Vote]) -> bool:
     """A newcomer that heard nobody's vote, though some who have one are there: it is late (its
     first step takes longest), and would decide alone. Only at first: nobody can keep it waiting."""
-    if state.round > state.warm_until + NEW_ROUNDS or any(v.voter != state.me for v in counted):
+    if not _is_new(state) or any(v.voter != state.me for v in counted):
         return False
     eligible = state.log.eligible_voters() - {state.me}
     return any(active(state, peer) for peer in eligible)

@@ -44,6 +44,18 @@ def test_three_learn_the_same_and_a_latecomer_catches_up_from_a_snapshot(tmp_pat
     run(work, tmp_path)
 
 
+def test_a_newcomer_is_known_at_once_not_only_with_its_first_update(tmp_path: Path) -> None:
+    async def work(swarm: Swarm) -> None:
+        host = swarm.add("a").start()
+        await swarm.until(lambda: host.head.round >= 2)
+        number = host.replica.state.round
+        late = swarm.add("late").start()
+        await swarm.until(lambda: late.replica.me in host.replica.state.peers)
+        assert host.replica.state.round == number and late.replica.state.own is None
+
+    run(work, tmp_path)
+
+
 def test_older_versions_can_be_had_as_long_as_the_log_reaches(tmp_path: Path) -> None:
     async def work(swarm: Swarm) -> None:
         a, b = swarm.add("a").start(), swarm.add("b").start()

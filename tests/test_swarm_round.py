@@ -467,3 +467,27 @@ def test_an_update_of_a_round_whose_result_we_have_is_no_replay() -> None:
     state, _ = step(state, act.Tick(), 80.1)
     state, _ = step(state, record, 80.2)
     assert state.trust.of("p0").faults
+
+
+def test_a_newcomer_that_has_heard_of_nobody_waits_for_its_deadline() -> None:
+    """Its slow first step cost it the round before; those who made its log are about to answer."""
+    state = joined(4, 2)
+    state, _ = step(state, act.Tick(), 80.05)
+    state, actions = step(state, act.UpdateReady(4, own(4), 10), 80.1)
+    assert not any(isinstance(a, act.SendVote | act.Aggregate) for a in actions)
+    ahead = Entry(3, state.log.head.parent, bytes(32), b"w" * 32, 1, ())
+    record = act.PeerRecord("p0", 4, ahead.digest, 3, theirs(0, 4), 10, 2.0)
+    state, actions = step(state, record, 80.4)
+    assert not any(isinstance(a, act.Aggregate) for a in actions)
+
+
+def test_a_record_of_the_round_before_says_that_its_owner_is_there() -> None:
+    state = joined(4, 3)
+    state, _ = step(state, act.Tick(), 80.05)
+    record = act.PeerRecord("p0", 3, state.log.head.parent, 2, theirs(0, 3), 10, 2.0)
+    state, actions = step(state, record, 80.1)
+    assert state.peers["p0"].round == 3
+    assert not any(isinstance(a, act.Pull) for a in actions)
+    older = act.PeerRecord("p1", 2, state.log.head.parent, 1, None, 0, 2.0)
+    state, _ = step(state, older, 80.2)
+    assert "p1" not in state.peers
