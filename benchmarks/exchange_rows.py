@@ -21,7 +21,7 @@ from node.data import benchmark_corpus
 from node.windows import evaluation_windows
 from swarm.composition import fit_composition
 from swarm.evaluate import honest_ce
-from swarm.run import ModelShape, Run
+from swarm.run import ModelShape, Run, Training
 from swarm.runfile import scheduled_steps
 
 DEFAULT = "topk:0.02:2:overall"  # the codec of the presets
@@ -42,7 +42,8 @@ class SmallRow:
 
     @property
     def key(self) -> str:
-        fields = {**asdict(self), "steps": self.STEPS, "codec": DEFAULT}
+        optimizer = Training().optimizer
+        fields = {**asdict(self), "steps": self.STEPS, "codec": DEFAULT, "optimizer": optimizer}
         return json.dumps(fields, sort_keys=True)
 
     @property

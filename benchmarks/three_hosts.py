@@ -37,7 +37,7 @@ from benchmarks.three_hosts_swarm import (
 from benchmarks.wan import namespaces
 from node.data import benchmark_corpus
 from protocol.errors import BlockswarmError
-from swarm.run import ModelShape
+from swarm.run import ModelShape, Training
 
 TARGET_CE = 1.811  # where the paper's three-host run ended
 NAT, SLOW = ("nat1", "nat2"), "slow"
@@ -62,7 +62,7 @@ class Variant:
 
     @property
     def key(self) -> str:
-        return json.dumps(asdict(self), sort_keys=True)
+        return json.dumps({**asdict(self), "optimizer": Training().optimizer}, sort_keys=True)
 
     @property
     def plan(self) -> Plan:
