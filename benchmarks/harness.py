@@ -66,7 +66,7 @@ def measure_rows(
     table = list(variants)
     wanted = [v for v in table if v.name == options.only]
     wanted = wanted or [v for v in table if options.only in v.name]
-    done = {row["key"]: row for row in rows_of(options.out)}
+    done = {row["key"] for row in rows_of(options.out)}
     todo = [v for v in wanted if v.key not in done]
     print(f"{name}: {len(wanted) - len(todo)} rows are there, {len(todo)} to measure", flush=True)
     order = {v.key: place for place, v in enumerate(table)}
@@ -79,11 +79,12 @@ def measure_rows(
         for future in as_completed(futures):
             variant = futures[future]
             row = {"name": variant.name, "key": variant.key, **origin, **future.result()}
-            done = {r["key"]: r for r in rows_of(options.out)} | {variant.key: row}
-            rows = sorted(done.values(), key=lambda r: order.get(r["key"], len(order)))
+            # What had this name before was another measurement: the table has changed since.
+            others = [r for r in rows_of(options.out) if r["name"] != variant.name]
+            rows = sorted([*others, row], key=lambda r: order.get(r["key"], len(order)))
             write(options, name, figures(rows), rows, facts)
-    rows = list(done.values())
-    write(options, name, figures(rows), rows, facts)
+    rows = rows_of(options.out)
+    write(options, name, figures(rows), rows, facts)  # also if only the figures are others now
 
 
 def figures_apart(
