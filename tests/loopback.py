@@ -5,6 +5,7 @@ from __future__ import annotations
 import asyncio
 import contextlib
 import os
+import warnings
 from collections.abc import AsyncIterator, Callable, Coroutine, Iterator
 from pathlib import Path
 from typing import Any, TypeVar
@@ -29,7 +30,12 @@ QUICK = Backoff(first_s=0.05, most_s=0.2)
 
 
 def run(main: Coroutine[Any, Any, T], limit_s: float = 240.0) -> T:
-    """Run on uvloop, with a limit for the whole test; no task and no socket may be left."""
+    """Run on uvloop, with a limit for the whole test; no task, socket or handle may be left.
+
+    pytest makes errors of warnings. uvloop warns of a handle that is open when the loop is closed,
+    then closes it; with an error in between it does not, and waits for it for ever. So warnings are
+    kept until the loop is closed.
+    """
 
     async def bounded() -> T:
         before = sockets_of_this_process()  # the loop has one of its own
@@ -39,8 +45,14 @@ def run(main: Coroutine[Any, Any, T], limit_s: float = 240.0) -> T:
         await nothing_left("sockets", lambda: sockets_of_this_process() - before)
         return result
 
-    with asyncio.Runner(loop_factory=uvloop.new_event_loop) as runner:
+    runner = asyncio.Runner(loop_factory=uvloop.new_event_loop)
+    try:
         return runner.run(bounded())
+    finally:
+        with warnings.catch_warnings(record=True) as left:
+            warnings.simplefilter("always")
+            runner.close()
+        assert not left, f"handles are left: {[str(warning.message) for warning in left]}"
 
 
 async def nothing_left(kind: str, found: Callable[[], set[Any]]) -> None:
