@@ -70,21 +70,25 @@ def measure_rows(
     todo = [v for v in wanted if v.key not in done]
     print(f"{name}: {len(wanted) - len(todo)} rows are there, {len(todo)} to measure", flush=True)
     order = {v.key: place for place, v in enumerate(table)}
-    # Rows of one file may be of several sessions and machines: each says of which. The code is the
-    # one that the processes have loaded, whatever is committed meanwhile.
-    origin = {"commit": commit(), "cpu": _cpu()}
+    # The code is the one that the processes have loaded, whatever is committed meanwhile.
+    loaded = origin()
     context = get_context("spawn")
     with ProcessPoolExecutor(options.jobs, context, initializer=leave_with_parent) as pool:
         futures = {pool.submit(measure, v): v for v in todo}
         for future in as_completed(futures):
             variant = futures[future]
-            row = {"name": variant.name, "key": variant.key, **origin, **future.result()}
+            row = {"name": variant.name, "key": variant.key, **loaded, **future.result()}
             # What had this name before was another measurement: the table has changed since.
             others = [r for r in rows_of(options.out) if r["name"] != variant.name]
             rows = sorted([*others, row], key=lambda r: order.get(r["key"], len(order)))
             write(options, name, figures(rows), rows, facts)
     rows = rows_of(options.out)
     write(options, name, figures(rows), rows, facts)  # also if only the figures are others now
+
+
+def origin() -> dict[str, str]:
+    """Rows of one file may be of several sessions and machines: each says of which."""
+    return {"commit": commit(), "cpu": _cpu()}
 
 
 def figures_apart(

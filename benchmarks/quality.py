@@ -13,11 +13,14 @@ import statistics
 import time
 from collections.abc import Callable
 from dataclasses import asdict, dataclass, field, replace
-from typing import Any
+from functools import partial
+from pathlib import Path
+from typing import Any, Protocol
 
 import torch
 
 from benchmarks import harness
+from benchmarks.unfinished import Unfinished
 from node.data import benchmark_corpus
 from node.memory import keep_freed_memory
 from node.windows import WindowStream, evaluation_windows, stream_seed
@@ -166,14 +169,20 @@ def _add_adamw(add: Callable[..., None], headline: float, other: float) -> None:
     add(name, other, look_ahead_weight=3.0, **jump)
 
 
-def measure(variant: Variant) -> dict[str, Any]:
-    """Train one row and evaluate it, on one thread."""
+def measure(variant: Variant, unfinished: Path | None = None) -> dict[str, Any]:
+    """Train one row and evaluate it, on one thread; go on with what is in the folder
+    `unfinished`."""
     keep_freed_memory()
     torch.set_num_threads(1)
     torch.use_deterministic_algorithms(True)
-    started = time.process_time()
-    trained = _train_reference(variant) if variant.end_to_end else _train_blocks(variant)
-    run = variant.run
+    run, text = variant.run, Text(variant)
+    learner: Learner = EndToEnd(variant) if variant.end_to_end else Blocks(variant)
+    kept = Unfinished(unfinished, variant.key, harness.origin()) if unfinished else None
+    clock = train(variant, learner, text, kept)
+    began_s = time.process_time()
+    result = learner.result(text)
+    if kept is not None:
+        kept.remove()
     return {
         "coupling": "end-to-end" if variant.end_to_end else run.model.coupling,
         "objective": "plain" if variant.end_to_end else run.training.objective,
@@ -184,8 +193,10 @@ def measure(variant: Variant) -> dict[str, Any]:
         "learning_rate": run.training.learning_rate,
         "optimizer": run.training.optimizer,
         "bytes_seen_per_block": run.training.steps * run.training.batch * run.model.context,
-        **trained,
-        "cpu_seconds": round(time.process_time() - started, 1),
+        **result,
+        "curve": clock.curve,
+        "training_cpu_s": round(clock.training_s / learner.workers, 1),  # of one, on average
+        "cpu_seconds": round(clock.cpu_s + time.process_time() - began_s, 1),
     }
 
 
@@ -218,60 +229,121 @@ def _windows(data: Any, context: int, limit_bytes: int) -> list[torch.Tensor]:
     return list(windows.split(64))
 
 
-def _train_reference(variant: Variant) -> dict[str, Any]:
-    text, worker = Text(variant), ReferenceWorker(variant.run, CPU, variant.heads_every)
-    steps = variant.run.training.steps
-    curve: list[tuple[int, float]] = []
-    training_s = 0.0
-    for step in range(steps):
-        began = time.process_time()
-        worker.step(*text.batch(step))
-        training_s += time.process_time() - began
-        if _due(step + 1, steps):
-            curve.append((_seen(variant, step + 1), _reference_ce(worker, text.held_out[:4])[-1]))
-    heads = _reference_ce(worker, text.held_out)
-    return {
-        "ce": heads[-1],
-        "ce_heads": heads,
-        "curve": curve,
-        "training_cpu_s": round(training_s, 1),
-    }
+class Learner(Protocol):
+    """What a row trains."""
+
+    workers: int
+
+    def step(self, number: int, text: Text) -> None: ...
+
+    def ce(self, batches: list[torch.Tensor]) -> float:
+        """Honest CE as it is now."""
+
+    def state(self) -> tuple[dict[str, torch.Tensor], dict[str, Any]]: ...
+
+    def load_state(self, tensors: dict[str, torch.Tensor], numbers: dict[str, Any]) -> None: ...
+
+    def result(self, text: Text) -> dict[str, Any]:
+        """What the row says of it in the end."""
 
 
-def _reference_ce(worker: ReferenceWorker, batches: list[torch.Tensor]) -> list[float]:
-    totals, count = [0.0] * len(worker.model.heads), 0
-    for windows in batches:
-        each = worker.head_log_probs(windows[:, :-1])
-        totals = [t + nll_sum(lp, windows[:, 1:]) for t, lp in zip(totals, each, strict=True)]
-        count += windows[:, 1:].numel()
-    return [total / count for total in totals]
+@dataclass
+class Clock:
+    """What a row in training has cost so far, earlier sittings included, and its curve."""
+
+    training_s: float = 0.0
+    cpu_s: float = 0.0
+    curve: list[list[float]] = field(default_factory=list)  # bytes seen, CE
 
 
-def _train_blocks(variant: Variant) -> dict[str, Any]:
-    run, text = variant.run, Text(variant)
-    swarm = LocalSwarm(run, CPU)
-    curve: list[tuple[int, float]] = []
-    steps = run.training.steps
-    training_s = 0.0
-    for step in range(steps):
-        began = time.process_time()
-        batches = [text.batch(step, block) for block in range(run.model.blocks)]
-        swarm.step_each(batches, _offline(variant, step))
-        training_s += time.process_time() - began
-        if _due(step + 1, steps):
-            model = ComposedModel(run, swarm.composed_blocks())
-            curve.append((_seen(variant, step + 1), honest_ce(model, text.held_out[:4]).ce_nats))
-    out = _compositions(run, swarm, text)
-    forced = [
-        teacher_forced_ce(ComposedModel(run, swarm.composed_blocks()), text.held_out[:4], index)
-        for index in range(run.model.blocks)
-    ]
-    return {
-        **out,
-        "teacher_forced_ce_blocks": forced,
-        "curve": curve,
-        "training_cpu_s": round(training_s / run.model.blocks, 1),  # of a worker, on average
-    }
+def train(variant: Variant, learner: Learner, text: Text, kept: Unfinished | None) -> Clock:
+    """All steps of a row, or those that are left of it."""
+    steps, clock, first = variant.run.training.steps, Clock(), 0
+    if kept is not None and (found := kept.load()):
+        tensors, facts = found
+        learner.load_state(tensors, facts["numbers"])
+        clock, first = Clock(**facts["clock"]), facts["steps_done"]
+        print(f"{variant.name}: goes on at step {first} of {steps}", flush=True)
+    cpu_s = time.process_time() - clock.cpu_s
+    for number in range(first, steps):
+        began_s = time.process_time()
+        learner.step(number, text)
+        clock.training_s += time.process_time() - began_s
+        if _due(number + 1, steps):
+            clock.curve.append([_seen(variant, number + 1), learner.ce(text.held_out[:4])])
+            clock.cpu_s = time.process_time() - cpu_s
+            if kept is not None:
+                tensors, numbers = learner.state()
+                facts = {"numbers": numbers, "clock": asdict(clock), "steps_done": number + 1}
+                kept.save(tensors, facts)
+    clock.cpu_s = time.process_time() - cpu_s
+    return clock
+
+
+class EndToEnd:
+    """The same layers with gradients through all of them."""
+
+    workers = 1
+
+    def __init__(self, variant: Variant) -> None:
+        self.worker = ReferenceWorker(variant.run, CPU, variant.heads_every)
+
+    def step(self, number: int, text: Text) -> None:
+        self.worker.step(*text.batch(number))
+
+    def ce(self, batches: list[torch.Tensor]) -> float:
+        return self._ce_of_heads(batches)[-1]
+
+    def state(self) -> tuple[dict[str, torch.Tensor], dict[str, Any]]:
+        return self.worker.state(), {}
+
+    def load_state(self, tensors: dict[str, torch.Tensor], numbers: dict[str, Any]) -> None:
+        self.worker.load_state(tensors)
+
+    def result(self, text: Text) -> dict[str, Any]:
+        heads = self._ce_of_heads(text.held_out)
+        return {"ce": heads[-1], "ce_heads": heads}
+
+    def _ce_of_heads(self, batches: list[torch.Tensor]) -> list[float]:
+        totals, count = [0.0] * len(self.worker.model.heads), 0
+        for windows in batches:
+            each = self.worker.head_log_probs(windows[:, :-1])
+            totals = [t + nll_sum(lp, windows[:, 1:]) for t, lp in zip(totals, each, strict=True)]
+            count += windows[:, 1:].numel()
+        return [total / count for total in totals]
+
+
+class Blocks:
+    """A worker for each block, as in a swarm."""
+
+    def __init__(self, variant: Variant) -> None:
+        self.variant, self.workers = variant, variant.run.model.blocks
+        self.swarm = LocalSwarm(variant.run, CPU)
+
+    def step(self, number: int, text: Text) -> None:
+        batches = [text.batch(number, block) for block in range(self.workers)]
+        self.swarm.step_each(batches, _offline(self.variant, number))
+
+    def ce(self, batches: list[torch.Tensor]) -> float:
+        return honest_ce(self._composed(), batches).ce_nats
+
+    def state(self) -> tuple[dict[str, torch.Tensor], dict[str, Any]]:
+        return self.swarm.state()
+
+    def load_state(self, tensors: dict[str, torch.Tensor], numbers: dict[str, Any]) -> None:
+        self.swarm.load_state(tensors, numbers)
+
+    def result(self, text: Text) -> dict[str, Any]:
+        model, few = self._composed(), text.held_out[:4]
+        return {
+            **_compositions(self.variant.run, self.swarm, text),
+            "teacher_forced_ce_blocks": [
+                teacher_forced_ce(model, few, index) for index in range(self.workers)
+            ],
+        }
+
+    def _composed(self) -> ComposedModel:
+        return ComposedModel(self.variant.run, self.swarm.composed_blocks())
 
 
 def _compositions(run: Run, swarm: LocalSwarm, text: Text) -> dict[str, Any]:
@@ -357,7 +429,8 @@ def main() -> None:
         "seeds": [0, 1, 2],
     }
     table = variants(options.quick)
-    harness.measure_rows(options, "quality", table, measure, figures, facts)
+    resuming = partial(measure, unfinished=options.out.parent / "unfinished")
+    harness.measure_rows(options, "quality", table, resuming, figures, facts)
 
 
 if __name__ == "__main__":

@@ -6,6 +6,8 @@ which is what a block's worker is spared.
 
 from __future__ import annotations
 
+from collections.abc import Mapping
+
 import torch
 import torch.nn.functional as F
 from torch import Tensor
@@ -36,6 +38,22 @@ class ReferenceWorker:
         self.optimizer.step(training.learning_rate_at(self.steps_done))
         self.steps_done += 1
         return losses[-1].item()
+
+    def state(self) -> dict[str, Tensor]:
+        """Everything that a resumed training needs."""
+        model = {f"model.{name}": tensor for name, tensor in self.model.state_dict().items()}
+        optimizer = {f"optimizer.{n}": tensor for n, tensor in self.optimizer.tensors().items()}
+        return {**model, **optimizer, "steps_done": torch.tensor(self.steps_done)}
+
+    def load_state(self, tensors: Mapping[str, Tensor]) -> None:
+        """The inverse of `state`."""
+        parts: dict[str, dict[str, Tensor]] = {"model": {}, "optimizer": {}, "steps_done": {}}
+        for name, tensor in tensors.items():
+            part, _, rest = name.partition(".")
+            parts[part][rest] = tensor
+        self.model.load_state_dict(parts["model"])
+        self.optimizer.load(parts["optimizer"])
+        self.steps_done = int(parts["steps_done"][""])
 
     @torch.no_grad()
     def head_log_probs(self, x: Tensor) -> list[Tensor]:

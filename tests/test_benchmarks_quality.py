@@ -1,0 +1,91 @@
+"""Rows of the quality benchmark survive a cut, and are the same measurement as without one."""
+
+from __future__ import annotations
+
+from collections.abc import Iterator
+from pathlib import Path
+from typing import Any
+
+import numpy as np
+import pytest
+import torch
+
+from benchmarks import harness, quality
+from benchmarks.unfinished import Unfinished
+from node.data import Corpus
+
+TINY = {"width": 32, "heads": 2, "context": 32, "batch": 4, "steps": 24, "steps_per_round": 5}
+TIMES = ("cpu_seconds", "training_cpu_s")
+
+
+class Cut(Exception):
+    """The end of a session."""
+
+
+@pytest.fixture(autouse=True)
+def _own_text_and_settings(monkeypatch: pytest.MonkeyPatch) -> Iterator[None]:
+    text = np.frombuffer(Path(__file__).read_bytes() * 8, dtype=np.uint8)
+    corpus = Corpus("this file", "here", "", text[:16000], text[:8000], text[:100])
+    monkeypatch.setattr(quality, "benchmark_corpus", lambda: corpus)
+    threads = torch.get_num_threads()
+    yield
+    torch.set_num_threads(threads)
+    torch.use_deterministic_algorithms(False)
+
+
+def variant(**special: Any) -> quality.Variant:
+    return quality.Variant("row", quality.run_of(1.0, **TINY), evaluation_bytes=4096, **special)
+
+
+def cut_after(learner: type, steps: int, monkeypatch: pytest.MonkeyPatch) -> None:
+    step = learner.step  # type: ignore[attr-defined]
+
+    def until_then(self: Any, number: int, text: quality.Text) -> None:
+        if number == steps:
+            raise Cut
+        step(self, number, text)
+
+    monkeypatch.setattr(learner, "step", until_then)
+
+
+@pytest.mark.parametrize("end_to_end", [False, True])
+def test_a_row_that_was_cut_off_goes_on_to_the_same_result(
+    end_to_end: bool, tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    row = variant(end_to_end=end_to_end)
+    whole = quality.measure(row)
+    with monkeypatch.context() as patch:
+        cut_after(quality.EndToEnd if end_to_end else quality.Blocks, 17, patch)
+        with pytest.raises(Cut):
+            quality.measure(row, tmp_path)
+    [kept] = tmp_path.iterdir()
+    seen: list[int] = []
+    with monkeypatch.context() as patch:
+        batch = quality.Text.batch
+        patch.setattr(quality.Text, "batch", lambda s, n, *a: (seen.append(n), batch(s, n, *a))[1])
+        again = quality.measure(row, tmp_path)
+    assert min(seen) == 16  # the last twelfth before the cut
+    assert {k: v for k, v in again.items() if k not in TIMES} == {
+        k: v for k, v in whole.items() if k not in TIMES
+    }
+    assert again["cpu_seconds"] >= again["training_cpu_s"] > 0
+    assert not kept.exists()
+
+
+def test_what_is_of_another_row_other_code_or_broken_is_not_gone_on_with(tmp_path: Path) -> None:
+    row, origin = variant(), {"commit": "abc", "cpu": "x"}
+    kept = Unfinished(tmp_path, row.key, origin)
+    assert kept.load() is None
+    kept.save(*quality.Blocks(row).state())
+    assert kept.load() is not None
+    assert Unfinished(tmp_path, row.key, {**origin, "commit": "abd"}).load() is None
+    kept.path.rename(Unfinished(tmp_path, "another", origin).path)
+    assert Unfinished(tmp_path, "another", origin).load() is None
+    kept.path.write_bytes(b"\x08\0\0\0\0\0\0\0nonsense")
+    assert kept.load() is None
+    kept.remove()
+    assert not kept.path.exists()
+
+
+def test_the_origin_of_a_row_names_code_and_cpu() -> None:
+    assert set(harness.origin()) == {"commit", "cpu"} and all(harness.origin().values())
