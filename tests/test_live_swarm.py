@@ -148,26 +148,6 @@ def saved_round(folder: Path) -> int:
     return state.entries[-1].round if state else -2
 
 
-def test_copies_stay_fresh_and_a_dead_block_or_seed_stops_nobody(tmp_path: Path) -> None:
-    with live_swarm(tmp_path, run_file(blocks=2)) as swarm:
-        seed = swarm.seed(0)
-        other = swarm.join(seed.address(), "other", 1)
-
-        def fresh() -> bool:
-            ages = [e["copy_ages_rounds"] for e in other.events("round")][-3:]
-            return len(ages) == 3 and all(age <= 1 for some in ages for age in some)
-
-        other.until(fresh, LIMIT_S)
-        assert any(t["purpose"] == "relay" for e in other.events("round") for t in e["traffic"])
-        seed.crash()
-        number = last_round(other)
-        newcomer = swarm.join(other.address(), "newcomer", 0)
-        event = other.until_round(number + 3, LIMIT_S)
-        assert event["outcome"] == "decided" and event["included"]
-        newcomer.until_round(number + 3, LIMIT_S)
-        other.until(fresh, LIMIT_S)  # the block was taken up again
-
-
 def test_a_host_with_another_text_is_told_what_was_expected(tmp_path: Path) -> None:
     base = run_file()
     with live_swarm(tmp_path, replace(base, data=replace(base.data, sha256="0" * 64))) as swarm:

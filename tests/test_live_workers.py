@@ -1,4 +1,4 @@
-"""`join --workers 2` on a real swarm: two blocks, two identities, one Ctrl-C."""
+"""`join --workers 2` on a real swarm: two blocks that follow each other, and one Ctrl-C."""
 
 from __future__ import annotations
 
@@ -30,7 +30,14 @@ def rounds_of(process: Process, block: int) -> int:
     return sum(event["block"] == block for event in process.events("round"))
 
 
-def test_two_workers_of_one_host(tmp_path: Path) -> None:
+def copies_are_fresh(process: Process, block: int, since: int) -> bool:
+    """Whether a block's worker has, in its last rounds, followed the other block's closely."""
+    rounds = [event for event in process.events("round") if event["block"] == block][since:]
+    ages = [event["copy_ages_rounds"] for event in rounds][-3:]
+    return len(ages) == 3 and all(age <= 1 for some in ages for age in some)
+
+
+def test_two_workers_of_one_host_and_a_dead_block_or_seed_stops_nobody(tmp_path: Path) -> None:
     with live_swarm(tmp_path, tiny_run_file(blocks=2)) as swarm:
         own = ["--listen", "127.0.0.1", "--json"]
         seed = swarm.start(
@@ -46,14 +53,23 @@ def test_two_workers_of_one_host(tmp_path: Path) -> None:
         keys = {(home / f"worker-{n}" / "identity").read_bytes() for n in (1, 2)}
         assert len(ports) == len(keys) == 2
 
-        # One of them crashes: the other goes on, and it comes back as who it was.
+        # Each follows the other's block.
+        host.until(lambda: all(copies_are_fresh(host, block, 0) for block in (0, 1)), LIMIT_S)
+        traffic = [t["purpose"] for event in host.events("round") for t in event["traffic"]]
+        assert "relay" in traffic
+
+        # The seed dies, and one of the workers: the other goes on, and it comes back as who it was.
+        seed.crash()
         running = workers_of(host)
         os.kill(running["worker-1"], signal.SIGKILL)
         host.until(lambda: workers_of(host).get("worker-1") not in (None, running["worker-1"]))
         block = next(b for b in (0, 1) if f'"block": {b}' in _state(home / "worker-2"))
         before, others = rounds_of(host, 1 - block), rounds_of(host, block)
         host.until(lambda: rounds_of(host, block) > others + 1, LIMIT_S)
+        last = [event for event in host.events("round") if event["block"] == block][-1]
+        assert last["outcome"] == "decided" and last["included"]
         host.until(lambda: rounds_of(host, 1 - block) > before, LIMIT_S)
+        host.until(lambda: copies_are_fresh(host, 1 - block, before), LIMIT_S)
         assert workers_of(host)["worker-2"] == running["worker-2"]
         assert len({event["peer"] for event in host.events("round")}) == 2
 
