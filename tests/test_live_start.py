@@ -29,8 +29,7 @@ def started(*arguments: object) -> Iterator[Process]:
         process.kill()
 
 
-@pytest.mark.parametrize("how", [signal.SIGINT, signal.SIGTERM])
-def test_while_it_looks_for_its_run(tmp_path: Path, how: signal.Signals) -> None:
+def test_while_it_looks_for_its_run(tmp_path: Path) -> None:
     with socket.create_server(("127.0.0.1", 0)) as silent:
         port, peer = silent.getsockname()[1], peer_text(generate().peer_id)
         address = f"/ip4/127.0.0.1/tcp/{port}/p2p/{peer}"
@@ -38,7 +37,7 @@ def test_while_it_looks_for_its_run(tmp_path: Path, how: signal.Signals) -> None
             host.until(lambda: {"p2pd", "trainer"} <= host.members().keys())
             family = children(host.pid)
             assert len(family) == 3  # and one that multiprocessing starts
-            host.signal(how)
+            host.signal(signal.SIGTERM)
             assert ends(host.pid, LEAVE_S)
             assert [kind for pid, kind in family.items() if alive(pid)] == []
             assert host.wait() == STOPPED

@@ -27,7 +27,7 @@ from protocol.version import PACKAGE_VERSION
 
 SHAPE = "--blocks 2 --layers 1 --width 16 --heads 2 --context 16 --batch 2".split()  # noqa: SIM905
 TINY = [*SHAPE, "--evaluate-bytes", "256", "--threads", "1"]
-STEPS = 300
+STEPS = 120
 
 
 @pytest.fixture
@@ -54,7 +54,7 @@ def trained(text: Path, tmp_path_factory: pytest.TempPathFactory) -> tuple[Path,
     done = start("train", "-o", folder, "--data", text, "--steps", STEPS, "--json", *TINY)
     out, err = done.communicate(timeout=120)
     assert done.returncode == 0, err
-    assert "step 300/300" in err and "Traceback" not in err
+    assert f"step {STEPS}/{STEPS}" in err and "Traceback" not in err
     return folder, json.loads(out)
 
 

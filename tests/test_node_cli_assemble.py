@@ -1,4 +1,5 @@
-"""`assemble` and `status` on a swarm of real processes: what a person gets, and what a kill costs.
+"""`assemble`, `status` and `generate` on a swarm of real processes that trains: what a person gets,
+and what a kill costs.
 
 One swarm for all tests: a seed on block 0, two hosts on block 1.
 """
@@ -126,6 +127,24 @@ def test_watching_keeps_the_best_and_ends_cleanly(live: Live, tmp_path: Path) ->
     manifest = json.loads((folder / "manifest.json").read_text())
     assert manifest["assembly"]["held_out"]["ce_nats"] == best
     assert offline("eval", folder, "--limit-bytes", 1024)["size_bytes"] == 1024
+
+
+def test_what_they_train_they_serve_and_they_train_on(live: Live) -> None:
+    prompt = ("--prompt", "def ", "--length", "12", "--json")
+    seed, other, _ = live.hosts
+    for address, how in ((live.address, ("--mode", "exact")), (other.address(), ("--drafts", "4"))):
+        done = command("generate", address, *prompt, *how)
+        assert done.returncode == 0, done.stderr
+        facts = json.loads(done.stdout)
+        assert facts["length_bytes"] == 12 and facts["missing_blocks"] == []
+    seed.until_round(seed.events("round")[-1]["consensus_round"] + 1)
+    assert seed.until(lambda: served_bytes(seed)) > 0
+    assert seed.until(lambda: sum(map(served_bytes, live.hosts[1:]))) > 0  # by either of them
+
+
+def served_bytes(host: Process) -> int:
+    traffic = [t for event in host.events("round") for t in event["traffic"]]
+    return sum(t["sent_bytes"] for t in traffic if t["purpose"] == "serving")
 
 
 def test_nobody_at_the_address(live: Live) -> None:

@@ -1,23 +1,22 @@
-"""Serving by real processes: a swarm that trains, and model folders, also after kill -9."""
+"""Serving by real processes: hosts with model folders, also after kill -9.
+
+A swarm that trains answers in `test_node_cli_assemble`, which has one.
+"""
 
 from __future__ import annotations
 
 import asyncio
 import contextlib
-import json
 import os
 import random
 import signal
 import sys
 from collections.abc import AsyncIterator
-from functools import partial
 from pathlib import Path
-from typing import Any
 
 import pytest
 import torch
 from conftest import MakeModel, MakeRun
-from live import LiveSwarm, Process, live_swarm, tiny_run_file
 from loopback import _no_daemon_left, run  # noqa: F401
 
 from node.client import client_network
@@ -36,37 +35,6 @@ NEAR_TIE_NATS = 1e-4
 PROMPTS = 300
 START_S = 60.0
 LIMIT_S = 240.0
-
-
-def test_a_swarm_that_trains_answers(tmp_path: Path) -> None:
-    """Two blocks, a host each: what they train they serve, and they train on."""
-    with live_swarm(tmp_path, tiny_run_file(blocks=2, period_s=6.0)) as swarm:
-        seed = swarm.seed(0)
-        address = seed.address()
-        other = swarm.join(address, "other", 1)
-        for host in (seed, other):
-            host.until_round(1, LIMIT_S)
-        facts = generated(swarm, address, "--mode", "exact", "--greedy")
-        assert facts["length_bytes"] == 12 and facts["missing_blocks"] == []
-        facts = generated(swarm, other.address(), "--drafts", "4")
-        assert facts["length_bytes"] == 12 and facts["missing_blocks"] == []
-        for host in (seed, other):
-            now = host.events("round")[-1]["consensus_round"]
-            host.until_round(now + 1, LIMIT_S)
-            assert host.until(partial(served_bytes, host), LIMIT_S) > 0
-
-
-def generated(swarm: LiveSwarm, address: str, *options: str) -> dict[str, Any]:
-    command = ("generate", address, "--prompt", "def ", "--length", "12", "--json", *options)
-    process = swarm.start(*command)
-    assert process.wait(LIMIT_S) == 0, "".join(process.err)
-    facts: dict[str, Any] = json.loads("".join(process.out))
-    return facts
-
-
-def served_bytes(host: Process) -> int:
-    traffic = [t for event in host.events("round") for t in event["traffic"]]
-    return sum(t["sent_bytes"] for t in traffic if t["purpose"] == "serving")
 
 
 class ServeProcess:
