@@ -21,6 +21,7 @@ from swarm.fixed_point import FixedUpdate, step_digest, weights_digest
 from swarm.log import ConsensusLog, Contribution, Entry
 from swarm.sums import apply_step
 from swarm.trend import Trend
+from swarm.updates import snapshot_index
 
 
 @dataclass(frozen=True)
@@ -31,6 +32,7 @@ class Computed:
     new: Quanta
     step: FixedUpdate
     payloads: list[bytes]
+    index: bytes | None  # of the weights as a snapshot, if this is to be one
 
 
 class Aggregation:
@@ -65,7 +67,7 @@ class Aggregation:
         computed = self._computed.pop(entry.digest)
         self._room.keep(consensus.weights)
         consensus.advance(entry, computed.new, computed.step, computed.payloads)
-        consensus.prune(log)
+        consensus.prune(log, computed.index)
         return computed.step
 
     def forget(self, head: bytes) -> None:
@@ -110,4 +112,7 @@ def _computed(
         result.median_norm,
         tuple(parts),
     )
-    return Computed(entry, new, made, [held[c.digest].payload for c in parts if c.scale > 0])
+    included = [held[c.digest].payload for c in parts if c.scale > 0]
+    # Here, beside the loop: to read a gigabyte once more takes half a second.
+    index = snapshot_index(new) if entry in log.appended(entry).pinned() else None
+    return Computed(entry, new, made, included, index)

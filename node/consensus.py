@@ -164,11 +164,14 @@ class Consensus:
                     self._pin(entry)
         self.prune(log)
 
-    def prune(self, log: ConsensusLog) -> None:
-        """Take a snapshot if one is due, and forget what nobody may ask for any more."""
+    def prune(self, log: ConsensusLog, index: bytes | None = None) -> None:
+        """Take a snapshot if one is due, and forget what nobody may ask for any more.
+
+        `index` is the snapshot's, if somebody has made it already: it takes a while.
+        """
         pinned = {entry.digest for entry in log.pinned()}
         if log.head.digest in pinned and log.head.digest not in self.snapshots:
-            self._pin(log.head)
+            self._pin(log.head, index)
         self.snapshots = {d: s for d, s in self.snapshots.items() if d in pinned}
         kept = {entry.digest for entry in log.steps_kept()}
         for digest in [d for d in self.updates if d not in kept]:
@@ -178,8 +181,8 @@ class Consensus:
             self._again = {}
         self._asked = False
 
-    def _pin(self, entry: Entry) -> None:
-        index = snapshot_index(self.weights)
+    def _pin(self, entry: Entry, index: bytes | None = None) -> None:
+        index = index or snapshot_index(self.weights)
         pin = Pin(entry.round, entry.digest, content_digest(index))
         self.snapshots[entry.digest] = Snapshot(pin, index, None if self.light else self.weights)
 

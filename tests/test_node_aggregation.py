@@ -6,15 +6,17 @@ import asyncio
 from pathlib import Path
 
 import numpy as np
+import pytest
 from chains import CODEC, SIZE, Chain, identity, run
 
+import node.consensus
 from node.aggregation import Aggregation
 from node.exchange import Held
 from protocol.identity import peer_text
 from swarm import actions as act
 from swarm.fixed_point import weights_digest
 from swarm.log import Entry
-from swarm.updates import update_digest
+from swarm.updates import snapshot_index, update_digest
 from swarm.votes import UpdateRef
 
 
@@ -61,3 +63,26 @@ def test_a_computed_step_is_applied_once_and_only_upon_its_head(tmp_path: Path) 
     chain.log = log
     aggregation.forget(log.head.digest)
     assert not aggregation._computed
+
+
+def test_a_snapshot_is_read_and_named_beside_the_loop(
+    tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    """Of a large block that takes long enough to be late everywhere else."""
+    chain = Chain(identity(tmp_path))
+    chain.grow(chain.log.snapshot_every - 2 - chain.log.head.round)
+
+    def in_the_loop(weights: object) -> bytes:
+        raise AssertionError("it holds up the loop")
+
+    aggregation = Aggregation()
+    for pinned in (False, True):
+        order, held = asked(chain, 1)
+        entry = run(aggregation.compute(order, held, chain.log, chain.consensus))
+        chain.log = chain.log.appended(entry)
+        with monkeypatch.context() as patch:
+            patch.setattr(node.consensus, "snapshot_index", in_the_loop)
+            aggregation.apply(entry, chain.log, chain.consensus)
+        assert (entry.digest in chain.consensus.snapshots) == pinned
+    held_as = chain.consensus.snapshots[entry.digest]
+    assert held_as.index == snapshot_index(chain.consensus.weights)
