@@ -42,7 +42,7 @@ class Unfinished:
     def load(self) -> tuple[dict[str, torch.Tensor], dict[str, Any]] | None:
         """What was saved last; None if there is nothing, or nothing of this row and code."""
         try:
-            with safetensors.safe_open(self.path, "pt") as held:  # type: ignore[no-untyped-call]
+            with safetensors.safe_open(self.path, framework="pt") as held:
                 said = json.loads(held.metadata()[_FACTS])
                 if (said["key"], said["origin"]) != (self.key, self.origin):
                     return None

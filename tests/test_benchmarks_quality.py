@@ -37,8 +37,12 @@ def variant(**special: Any) -> quality.Variant:
     return quality.Variant("row", quality.run_of(1.0, **TINY), evaluation_bytes=4096, **special)
 
 
-def cut_after(learner: type, steps: int, monkeypatch: pytest.MonkeyPatch) -> None:
-    step = learner.step  # type: ignore[attr-defined]
+def cut_after(
+    learner: type[quality.Blocks] | type[quality.EndToEnd],
+    steps: int,
+    monkeypatch: pytest.MonkeyPatch,
+) -> None:
+    step = learner.step
 
     def until_then(self: Any, number: int, text: quality.Text) -> None:
         if number == steps:
