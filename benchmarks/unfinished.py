@@ -7,18 +7,14 @@ the same kind of CPU, so that a row is one measurement. What is in it is the ben
 from __future__ import annotations
 
 import hashlib
-import json
 from dataclasses import dataclass
 from pathlib import Path
 from typing import Any
 
-import safetensors
 import torch
-from safetensors.torch import save_file
 
-from node.atomic import remove_file, write_atomically
-
-_FACTS = "row"
+from node.atomic import remove_file
+from node.tensor_file import DamagedFile, read_tensors, write_tensors
 
 
 @dataclass(frozen=True)
@@ -34,22 +30,18 @@ class Unfinished:
         return self.folder / f"{hashlib.sha256(self.key.encode()).hexdigest()[:16]}.safetensors"
 
     def save(self, tensors: dict[str, torch.Tensor], facts: dict[str, Any]) -> None:
-        self.folder.mkdir(parents=True, exist_ok=True)
-        whole = {name: tensor.detach().cpu().contiguous() for name, tensor in tensors.items()}
-        said = {_FACTS: json.dumps({"key": self.key, "origin": self.origin, "facts": facts})}
-        write_atomically(self.path, lambda half: save_file(whole, half, said))
+        said = {"key": self.key, "origin": self.origin, "facts": facts}
+        write_tensors(self.path, tensors, said)
 
     def load(self) -> tuple[dict[str, torch.Tensor], dict[str, Any]] | None:
         """What was saved last; None if there is nothing, or nothing of this row and code."""
         try:
-            with safetensors.safe_open(self.path, framework="pt") as held:
-                said = json.loads(held.metadata()[_FACTS])
-                if (said["key"], said["origin"]) != (self.key, self.origin):
-                    return None
-                names = held.keys()  # it is no dictionary
-                return {name: held.get_tensor(name) for name in names}, said["facts"]
-        except (OSError, safetensors.SafetensorError, ValueError, KeyError, TypeError):
+            tensors, said = read_tensors(self.path)
+        except (FileNotFoundError, DamagedFile):
             return None
+        if (said.get("key"), said.get("origin")) != (self.key, self.origin):
+            return None
+        return tensors, said["facts"]
 
     def remove(self) -> None:
         remove_file(self.path)

@@ -6,22 +6,20 @@ person sees of it is the caller's, through `Report`.
 
 from __future__ import annotations
 
-import json
 import math
 import time
 from dataclasses import dataclass
 from pathlib import Path
 from typing import Any
 
-import safetensors
 import torch
-from safetensors.torch import save_file
 
-from node.atomic import remove_file, write_atomically
+from node.atomic import remove_file
 from node.data import Corpus
 from node.device import autocast_dtype
 from node.model_folder import MANIFEST, save_model
 from node.progress import Progress, Report, StopAsked
+from node.tensor_file import DamagedFile, read_tensors, write_tensors
 from node.windows import WindowStream, evaluation_windows, stream_seed
 from protocol.errors import BlockswarmError, ModelError, UsageError
 from swarm.composition import SPARE_NATS, ComposedModel, fit_composition
@@ -203,11 +201,7 @@ class LocalTraining:
             "ce_before_nats": self.before.ce_nats,
             "before_bytes": self.before.size_bytes,
         }
-        contiguous = {k: v.detach().cpu().contiguous() for k, v in tensors.items()}
-        write_atomically(
-            self.folder / CHECKPOINT,
-            lambda half: save_file(contiguous, half, {"blockswarm": json.dumps(facts)}),
-        )
+        write_tensors(self.folder / CHECKPOINT, tensors, facts)
 
     def load_checkpoint(self) -> None:
         facts, tensors = _read_checkpoint(self.folder)
@@ -265,22 +259,22 @@ def discard_checkpoint(folder: Path) -> None:
 
 def _read_checkpoint(folder: Path) -> tuple[dict[str, Any], dict[str, torch.Tensor]]:
     path = folder / CHECKPOINT
-    if not path.exists():
+    try:
+        tensors, facts = read_tensors(path)
+    except FileNotFoundError as error:
         if (folder / MANIFEST).exists():
-            raise UsageError(f"the run in {folder} has ended", f"blockswarm eval {folder}")
+            raise UsageError(
+                f"the run in {folder} has ended", f"blockswarm eval {folder}"
+            ) from error
         raise UsageError(
             f"there is nothing to resume in {folder}", f"blockswarm train -o {folder} starts a run"
-        )
+        ) from error
+    except DamagedFile as error:
+        raise _damaged(path, error) from error
     needed = {"run", "data_spec", "corpus", "threads", "numbers", "seconds"}
     needed |= {"ce_before_nats", "before_bytes"}
-    try:
-        with safetensors.safe_open(path, framework="pt") as file:
-            facts = json.loads((file.metadata() or {})["blockswarm"])
-            tensors = {name: file.get_tensor(name) for name in file.keys()}  # noqa: SIM118
-        if not isinstance(facts, dict) or not needed <= set(facts):
-            raise ValueError("its description is incomplete")
-    except (OSError, safetensors.SafetensorError, KeyError, ValueError) as error:
-        raise _damaged(path, error) from error
+    if not needed <= set(facts):
+        raise _damaged(path, DamagedFile("its description is incomplete"))
     return facts, tensors
 
 

@@ -21,14 +21,13 @@ from typing import Any
 import msgpack
 import numpy as np
 import torch
-from safetensors import safe_open
-from safetensors.torch import load_file, save_file
+from torch import Tensor
 
-from node.atomic import write_atomically
 from node.data import Corpus, load_corpus
 from node.device import autocast_dtype, choose_device
 from node.local_training import held_out_batches
 from node.memory import keep_freed_memory
+from node.tensor_file import read_tensors, write_tensors
 from node.windows import WindowStream, stream_seed
 from protocol.errors import BlockswarmError, DataError
 from swarm.composition import ComposedModel
@@ -249,21 +248,19 @@ class _Trainer:
         return found
 
     def _save(self, path: Path) -> dict[str, Any]:
-        tensors = {f"w.{n}": p.detach().cpu() for n, p in self.worker.block.named_parameters()}
-        state = self.worker.optimizer.tensors()
-        tensors.update({f"o.{n}": t.detach().cpu().contiguous() for n, t in state.items()})
+        weights, state = self.worker.block.named_parameters(), self.worker.optimizer.tensors()
+        tensors: dict[str, Tensor] = {f"w.{name}": tensor for name, tensor in weights}
+        tensors |= {f"o.{name}": tensor for name, tensor in state.items()}
         try:
-            facts = {"position": str(self.position)}
-            write_atomically(path, lambda half: save_file(tensors, half, facts))
-        except (OSError, BlockswarmError) as error:
+            write_tensors(path, tensors, {"position": self.position})
+        except BlockswarmError as error:
             return {"error": str(error)}
         return {}
 
     def _load(self, path: Path) -> dict[str, Any]:
         try:
-            tensors = load_file(path)
-            with safe_open(path, "pt") as file:
-                self.position = int((file.metadata() or {}).get("position", "0"))
+            tensors, facts = read_tensors(path)
+            self.position = int(facts["position"])
             weights = {n[2:]: t for n, t in tensors.items() if n.startswith("w.")}
             self.worker.block.load_state_dict(weights)
             optimizer = {n[2:]: t for n, t in tensors.items() if n.startswith("o.")}

@@ -21,7 +21,7 @@ from command_line import Cli, Result, run_command
 from safetensors.torch import load_file, save_file
 
 import node.cli_local
-import node.local_training
+import node.tensor_file
 from node.local_training import CHECKPOINT
 from protocol.version import PACKAGE_VERSION
 
@@ -319,7 +319,7 @@ def test_a_full_disk_ends_the_run_and_keeps_what_was_saved(
     cli: Cli, text: Path, tmp_path: Path, monkeypatch: pytest.MonkeyPatch
 ) -> None:
     writes: list[Path] = []
-    save = node.local_training.save_file
+    save = node.tensor_file.save_file
 
     def full_after_two(tensors: Any, path: Path, metadata: Any) -> None:
         writes.append(path)
@@ -327,7 +327,7 @@ def test_a_full_disk_ends_the_run_and_keeps_what_was_saved(
             raise OSError(errno.ENOSPC, "No space left on device")
         save(tensors, path, metadata)
 
-    monkeypatch.setattr(node.local_training, "save_file", full_after_two)
+    monkeypatch.setattr(node.tensor_file, "save_file", full_after_two)
     folder = tmp_path / "m"
     command = ("train", "-o", folder, "--data", text, "--steps", 20, "--save-every", 0, *TINY)
     result = cli(*command)

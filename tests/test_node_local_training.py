@@ -12,13 +12,14 @@ import pytest
 import torch
 from safetensors.torch import load_file, save_file
 
-import node.local_training
+import node.tensor_file
 from node.atomic import StorageError
 from node.data import Corpus, load_corpus
 from node.local_training import CHECKPOINT, LocalTraining, cut_off_run
 from node.model_folder import load_model, read_manifest
 from node.progress import Progress
 from protocol.errors import LeakError, ModelError, UsageError
+from swarm.evaluate import Evaluation
 from swarm.run import ModelShape, Noise, Run, Training
 
 CPU = torch.device("cpu")
@@ -102,7 +103,7 @@ def test_full_disk_keeps_the_earlier_checkpoint(
         raise OSError(errno.ENOSPC, "No space left on device")
 
     with monkeypatch.context() as patched:
-        patched.setattr(node.local_training, "save_file", full)
+        patched.setattr(node.tensor_file, "save_file", full)
         with pytest.raises(StorageError, match="the disk is full"):
             train(RUN, corpus, folder, stop_after(3), resume=True)
     assert (folder / CHECKPOINT).read_bytes() == kept
@@ -153,7 +154,7 @@ def test_a_loss_that_is_no_number_ends_the_run(corpus: Corpus, tmp_path: Path) -
     training = LocalTraining(RUN, corpus, "text.txt", tmp_path / "m", CPU)
     with torch.no_grad():
         training.swarm.workers[1].block.embedding.weight.fill_(torch.nan)
-    training.before = node.local_training.Evaluation(5.5, (), 1)
+    training.before = Evaluation(5.5, (), 1)
     with pytest.raises(UsageError, match="block 1 diverged") as caught:
         training.train(lambda _: None, lambda: False)
     assert "--learning-rate 0.00067" in caught.value.hint
