@@ -31,7 +31,8 @@ from node.board import ReplicaBoard
 from node.daemon import DaemonSettings
 from node.exchange import ReplicaSettings
 from node.memory import keep_freed_memory
-from node.network import Network, NetworkPeers, NetworkSettings
+from node.network import Network, NetworkSettings
+from node.network_peers import NetworkPeers
 from node.replica import Replica
 from node.replica_service import serve_replica
 from node.service import Handler, Reply, Status

@@ -26,7 +26,7 @@ from node.device import choose_device, make_deterministic
 from node.invitation import fetch_run
 from node.local_training import FIT_BYTES, held_out_batches
 from node.model_folder import has_model, read_manifest, save_model
-from node.network import NetworkPeers
+from node.network_peers import NetworkPeers
 from node.terminal import DownloadDisplay
 from protocol.errors import DataError, UsageError
 from protocol.ledger import Ledger

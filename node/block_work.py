@@ -26,7 +26,8 @@ from node.follow import Follower
 from node.host_events import EventWriter
 from node.host_settings import HostSettings
 from node.host_state import HostState
-from node.network import Network, NetworkPeers
+from node.network import Network
+from node.network_peers import NetworkPeers
 from node.phases import mark
 from node.replica import Replica
 from node.replica_service import serve_replica

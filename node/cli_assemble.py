@@ -221,7 +221,7 @@ async def _watch_status(
 ) -> bool:
     from node.client import client_network, replicas_of, run_clock
     from node.invitation import fetch_run
-    from node.network import NetworkPeers
+    from node.network_peers import NetworkPeers
     from node.status import look
     from protocol.records import Role
     from swarm.runfile import parse, run_id

@@ -35,7 +35,7 @@ from node.transport import Caller, Transport
 from protocol import messages
 from protocol.errors import BlockswarmError, WireError
 from protocol.frames import Channel, Deadline, Sink, Stalled, Stream, Truncated
-from protocol.identity import Identity, load_or_create, peer_from_text, peer_text
+from protocol.identity import Identity, load_or_create, peer_text
 from protocol.ledger import Ledger
 from protocol.limits import CONTROL_DEADLINE_S, RECORDS_PER_REPLY, STALL_S
 from protocol.messages import Message, purpose_of
@@ -430,28 +430,3 @@ class Network:
     ) -> list[SignedRecord]:
         """The verified records of a block, looked up now."""
         return await self.discovery.replicas(block, cap, seen_rounds)
-
-
-class NetworkPeers:
-    """`fetch.Peers` over the live network: peers by their text."""
-
-    def __init__(self, network: Network) -> None:
-        self.network = network
-
-    async def ask(
-        self,
-        peer: str,
-        request: Message,
-        wanted: type[R],
-        deadline_s: float,
-        max_payload_bytes: int | None = None,
-    ) -> tuple[R, bytes]:
-        answer = await self.network.request(
-            peer_from_text(peer),
-            request,
-            wanted,
-            deadline_s=max(deadline_s, 0.05),  # one that is over is asked for and fails as late
-            max_payload_bytes=max_payload_bytes,
-            again_soon=True,
-        )
-        return answer.message, bytes(answer.payload)

@@ -22,7 +22,8 @@ from node.cli_operator import emit
 from node.fetch import Peers
 from node.follow import Follower, FollowSettings
 from node.model_folder import load_model, weights_digest
-from node.network import Network, NetworkPeers, NetworkSettings
+from node.network import Network, NetworkSettings
+from node.network_peers import NetworkPeers
 from node.service import Status
 from node.serving import VERSIONS_KEPT, BlockServer
 from protocol.errors import ModelError, UsageError, WireError

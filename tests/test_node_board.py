@@ -11,7 +11,8 @@ from typing import Any
 from loopback import RUN_ID, _no_daemon_left, node, run, until  # noqa: F401
 
 from node.board import ReplicaBoard
-from node.network import Network, NetworkPeers
+from node.network import Network
+from node.network_peers import NetworkPeers
 from node.service import Reply
 from protocol import messages
 from protocol.payloads import pack_records, record_of

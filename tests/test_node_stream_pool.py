@@ -9,7 +9,8 @@ from typing import Any
 
 from loopback import RUN_ID, _no_daemon_left, node, run, until  # noqa: F401
 
-from node.network import Network, NetworkPeers
+from node.network import Network
+from node.network_peers import NetworkPeers
 from node.stream_pool import IDLE_PER_PEER, Kept, StreamPool
 from protocol import messages
 from protocol.frames import Refused
