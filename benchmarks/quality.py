@@ -395,15 +395,16 @@ def _figures(rows: harness.Rows) -> harness.Figures:
     by_name = {row["name"]: row for row in rows}
     ours = {s: by_name.get(f"default, seed {s}") for s in range(3)}
     theirs = {s: by_name.get(f"end-to-end, seed {s}") for s in range(3)}
-    pairs = [(o["ce"], t["ce"]) for s, o in ours.items() if o and (t := theirs[s])]
+    pairs = {s: (o["ce"], t["ce"]) for s, o in ours.items() if o and (t := theirs[s])}
     out: harness.Figures = {}
     if pairs:
-        gaps = [o - t for o, t in pairs]
+        gaps = [o - t for o, t in pairs.values()]
         out |= {
-            "ce_composed": statistics.fmean(o for o, _ in pairs),
-            "ce_end_to_end": statistics.fmean(t for _, t in pairs),
+            "ce_composed": statistics.fmean(o for o, _ in pairs.values()),
+            "ce_end_to_end": statistics.fmean(t for _, t in pairs.values()),
             "ce_gap": statistics.fmean(gaps),
             "ce_pairs": len(pairs),
+            **{f"ce_gap_seed_{seed}": gap for seed, gap in zip(pairs, gaps, strict=True)},
         }
         if len(gaps) > 1:
             out["ce_standard_error"] = statistics.stdev(gaps) / math.sqrt(len(gaps))
@@ -416,6 +417,8 @@ def _figures(rows: harness.Rows) -> harness.Figures:
     ):
         if row in by_name:
             out[name] = by_name[row][key]
+    if {"ce_stale_50", "ce_end_to_end_2mb"} <= out.keys():
+        out["ce_gap_2mb"] = out["ce_stale_50"] - out["ce_end_to_end_2mb"]
     if "independent" in by_name:
         out["ce_single_block"] = min(by_name["independent"]["ce_newest_blocks"])
     return out

@@ -9,7 +9,7 @@ from typing import Any
 import numpy as np
 import pytest
 
-from benchmarks import attacks, docs, gb_per_nat, lateness, wire_bytes
+from benchmarks import attacks, gb_per_nat, gb_per_nat_table, lateness, wire_bytes
 from benchmarks.exchange import BlockGroup, Diverged, ExchangeRules, ExchangeSwarm
 from benchmarks.exchange_rows import run_of
 from node.replica import Replica
@@ -197,13 +197,10 @@ def test_another_optimizers_figures_have_names_of_their_own() -> None:
     assert "AdamW: default" not in gb_per_nat.pareto([*ROWS, before])
 
 
-def test_page_of_gb_per_nat(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+def test_page_of_gb_per_nat(tmp_path: Path) -> None:
     pytest.importorskip("matplotlib")  # of the extra `bench`; nothing else needs it
-    monkeypatch.setattr(docs, "PLOTS", tmp_path / "plots")
-    monkeypatch.setattr(docs, "PAGE", tmp_path / "benchmarks.md")
-    table, plot = docs.exchange_table(ROWS), docs.exchange_plot(ROWS)
-    assert len(table) == len(ROWS) + 4
-    assert plot[-1].endswith("(plots/gb_per_nat.png)")
+    assert len(gb_per_nat_table.table(ROWS)) == len(ROWS) + 4
+    gb_per_nat_table.plot(ROWS, tmp_path / "plots" / "gb_per_nat.png")
     assert (tmp_path / "plots" / "gb_per_nat.png").stat().st_size > 1000
 
 

@@ -10,7 +10,7 @@ import numpy as np
 import pytest
 import torch
 
-from benchmarks import harness, quality
+from benchmarks import harness, quality, quality_table
 from benchmarks.unfinished import Unfinished
 from node.data import Corpus
 
@@ -93,3 +93,19 @@ def test_what_is_of_another_row_other_code_or_broken_is_not_gone_on_with(tmp_pat
 
 def test_the_origin_of_a_row_names_code_and_cpu() -> None:
     assert set(harness.origin()) == {"commit", "cpu"} and all(harness.origin().values())
+
+
+def test_page_of_quality(tmp_path: Path) -> None:
+    pytest.importorskip("matplotlib")  # of the extra `bench`; nothing else needs it
+    blocks = quality.measure(variant())
+    end_to_end = quality.measure(variant(end_to_end=True))
+    rows = [
+        {"name": "default, seed 0", **blocks},
+        {"name": "end-to-end, seed 0", **end_to_end},
+        {"name": "AdamW: default, seed 0", **blocks},
+    ]
+    lines = quality_table.table(rows)[-3:]
+    assert all(line.count("|") == 11 for line in lines)
+    assert f"{end_to_end['ce']:.4f}" in lines[1]
+    quality_table.plot(rows, tmp_path / "plots" / "quality.png")
+    assert (tmp_path / "plots" / "quality.png").stat().st_size > 1000
