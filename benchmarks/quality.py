@@ -41,6 +41,7 @@ ONLY_OF_BLOCKS = (
     "look_ahead_weight",
     "staggered",
     "copy_steps",
+    "ahead_learns",
 )
 
 
@@ -110,6 +111,8 @@ def variants(quick: bool) -> list[Variant]:
     for rate in (1e-3, 2e-3, 4e-3):
         add(f"end-to-end, learning rate {rate:g}", other, end_to_end=True, learning_rate=rate)
     add("look-ahead, copies 50 steps old", other)
+    add("look-ahead, the copy ahead learns", other, ahead_learns=True)
+    add("look-ahead, the copy ahead learns, 6 MB", headline, ahead_learns=True)
     add("independent", other, coupling="independent")
     add("independent, z removed", other, coupling="independent", objective="plain")
     add("one block on 4 times the bytes", 4 * other, coupling="independent", blocks=1)

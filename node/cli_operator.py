@@ -91,7 +91,7 @@ look_ahead_weight = {training.look_ahead_weight}
 staggered = {training.staggered}
 # Copies of other blocks move 1 / copy_steps of the way to a new version in each step; 1 jumps.
 copy_steps = {training.copy_steps}
-{joint}
+{options}
 [data]
 # "python": the library of the host's Python, no download. "wikitext-2", "wikitext-103": downloaded
 # once. "own": every host brings its own text.
@@ -124,10 +124,14 @@ snapshot_every = {exchange.snapshot_every}
 min_replicas = {exchange.min_replicas}
 """
 
+AHEAD = """\
+# The copy of the next block learns along with ours until a newer version of it comes.
+ahead_learns = {training.ahead_learns}
+"""
 JOINT = """\
 # So much of every batch teaches blocks to denoise a whole output at once, for the mode `denoise`.
 denoise_share = {training.denoise_share}
-"""  # an option that is left out where it is off
+"""  # options that are left out where they are off
 
 
 def emit(runfile: RunFile) -> bytes:
@@ -142,8 +146,9 @@ def emit(runfile: RunFile) -> bytes:
         name: SimpleNamespace(**{key: _toml(value) for key, value in table.items()})
         for name, table in tables.items()
     }
-    joint = JOINT.format(**written) if runfile.run.denoises else ""
-    return TEMPLATE.format(joint=joint, **top, **written).encode()
+    options = AHEAD.format(**written) if runfile.run.training.ahead_learns else ""
+    options += JOINT.format(**written) if runfile.run.denoises else ""
+    return TEMPLATE.format(options=options, **top, **written).encode()
 
 
 def _toml(value: Any) -> str:

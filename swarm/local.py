@@ -25,6 +25,8 @@ from swarm.worker import BlockWorker, StepLoss
 
 Weights = dict[str, Tensor]
 
+AHEAD = -1  # in place of a lag: the newest version, in a copy of its own, since it may learn
+
 
 class Versions:
     """Frozen copies of every block by version; what nobody can read any more is dropped."""
@@ -56,7 +58,7 @@ class LocalSwarm:
             BlockWorker(run, block, device, autocast) for block in range(run.model.blocks)
         ]
         self.versions = Versions(run)
-        # What workers read: each block as of so many rounds before the newest version.
+        # What workers read: each block as of so many rounds before the newest version, or AHEAD.
         self.copies = {
             (block, lag): MovingCopy(self.workers[block].block, run.training.copy_steps)
             for worker in self.workers
@@ -184,11 +186,11 @@ class LocalSwarm:
         staggered = self.run.training.staggered
         read = [(before, block - 1 - before if staggered else 0) for before in range(block)]
         looks = self.run.model.coupling == "look_ahead" and block + 1 < len(self.workers)
-        return [*read, (block + 1, 0)] if looks else read
+        return [*read, (block + 1, AHEAD)] if looks else read
 
     def _follow_newest(self) -> None:
         for (block, lag), moving in self.copies.items():
-            moving.follow(self.versions.get(block, max(0, self.versions.newest - lag)))
+            moving.follow(self.versions.get(block, max(0, self.versions.newest - max(0, lag))))
 
     def _upstream(self, block: int) -> list[Block]:
         return [self.copies[read].block for read in self._read_by(block) if read[0] < block]

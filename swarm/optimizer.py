@@ -113,18 +113,17 @@ class Muon(Rule):
     @torch.no_grad()
     def step(self, learning_rate: float) -> None:
         """One step of every matrix that has a gradient."""
-        alike: dict[tuple[int, ...], list[tuple[Tensor, Tensor]]] = {}
         for group in self.groups:
-            for weight, gradient in group.trained:
+            for weight, _ in group.trained:
                 weight.mul_(1.0 - learning_rate * group.weight_decay)
-                directions = self._direction(weight, gradient).chunk(group.parts)
-                for place, way in zip(weight.chunk(group.parts), directions, strict=True):
-                    pair = (place.mT, way.mT) if place.shape[0] > place.shape[1] else (place, way)
-                    alike.setdefault(tuple(pair[0].shape), []).append(pair)
-        for shape, found in alike.items():
-            size = max(1, TOGETHER // math.prod(shape))
-            for start in range(0, len(found), size):
-                _move(found[start : start + size], -learning_rate * STEP_RMS * max(shape) ** 0.5)
+        _follow(
+            (
+                (weight, self._direction(weight, gradient), group.parts)
+                for group in self.groups
+                for weight, gradient in group.trained
+            ),
+            learning_rate,
+        )
 
     def _direction(self, weight: Tensor, gradient: Tensor) -> Tensor:
         """Nesterov's: the gradient, most of the way towards its momentum."""
@@ -133,6 +132,19 @@ class Muon(Rule):
         momentum = self.state[weight]["momentum"]
         momentum.lerp_(gradient, 1.0 - MOMENTUM)
         return gradient.lerp(momentum, MOMENTUM)
+
+
+def _follow(directions: Iterable[tuple[Tensor, Tensor, int]], learning_rate: float) -> None:
+    """Move weights along directions that are orthogonalised first, each in so many parts."""
+    alike: dict[tuple[int, ...], list[tuple[Tensor, Tensor]]] = {}
+    for weight, direction, parts in directions:
+        for place, way in zip(weight.chunk(parts), direction.chunk(parts), strict=True):
+            pair = (place.mT, way.mT) if place.shape[0] > place.shape[1] else (place, way)
+            alike.setdefault(tuple(pair[0].shape), []).append(pair)
+    for shape, found in alike.items():
+        size = max(1, TOGETHER // math.prod(shape))
+        for start in range(0, len(found), size):
+            _move(found[start : start + size], -learning_rate * STEP_RMS * max(shape) ** 0.5)
 
 
 def _move(found: Sequence[tuple[Tensor, Tensor]], scale: float) -> None:
@@ -151,6 +163,25 @@ def orthogonalised(x: Tensor) -> Tensor:
         square = x @ x.mT
         x = torch.baddbmm(x, torch.baddbmm(square, square, square, beta=b, alpha=c), x, beta=a)
     return x
+
+
+class PassingSteps:
+    """Steps of a module that is not ours to train: its matrices inside layers follow the gradient
+    of the moment. Nothing is remembered from step to step, so it costs no optimizer state."""
+
+    def __init__(self, module: nn.Module) -> None:
+        named = [(weight, _parts(name)[1]) for name, weight in module.named_parameters()]
+        self.matrices = [(weight, parts) for weight, parts in named if parts]
+
+    def want_gradients(self, wanted: bool) -> None:
+        for weight, _ in self.matrices:
+            weight.requires_grad_(wanted)
+            weight.grad = None
+
+    @torch.no_grad()
+    def step(self, learning_rate: float) -> None:
+        held = [(weight, weight.grad, parts) for weight, parts in self.matrices]
+        _follow([(w, g, parts) for w, g, parts in held if g is not None], learning_rate)
 
 
 class BlockOptimizer:

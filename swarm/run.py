@@ -116,6 +116,7 @@ class Training:
     look_ahead_weight: float = 1.0  # weight of the next block's loss in a block's own objective
     staggered: bool = True  # copies in the versions they were trained against, not the newest
     copy_steps: float = 25.0  # copies move 1 / copy_steps of the way to a new version in each step
+    ahead_learns: bool = False  # the copy of the next block follows its own gradient meanwhile
     denoise_share: float = 0.0  # > 0: so much of a batch trains the mode `denoise`
 
     def __post_init__(self) -> None:
@@ -198,6 +199,8 @@ class Run:
         tables = dataclasses.asdict(self)
         if not self.denoises:
             del tables["training"]["denoise_share"]
+        if not self.training.ahead_learns:
+            del tables["training"]["ahead_learns"]
         return tables
 
     @classmethod

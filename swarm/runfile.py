@@ -37,7 +37,7 @@ MAX_PARAMETERS = 2**35  # of the whole model: 137 GB of fp32, which a host of th
 MAX_WORKER_BYTES = 2**40  # a run that needs more memory than this is a mistake or an attack
 MAX_SNAPSHOT_EVERY = 256  # the log keeps 1024 entries, and two snapshots must be among them
 MAX_SHORT_ROUNDS = 1000
-LATER: Mapping[str, Any] = {"denoise_share": 0.0}  # of [training]
+LATER: Mapping[str, Any] = {"denoise_share": 0.0, "ahead_learns": False}  # of [training]
 
 DataName = Literal["python", "wikitext-2", "wikitext-103", "own"]
 

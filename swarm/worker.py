@@ -2,8 +2,12 @@
 
 It holds optimizer state for its own block alone. Other blocks reach it as frozen, forward-only
 copies: those before it give the relayed hidden state, the next one gives the look-ahead loss. No
-gradient leaves the worker. Where copies and batches come from is not its concern. With
-`denoise_share` the first rows of a batch train joint denoising (`swarm.denoise`).
+gradient leaves the worker. Where copies and batches come from is not its concern.
+
+With `ahead_learns` the copy of the next block follows its own gradient while it looks ahead. It was
+trained on our block as it was a round ago: left as it is, its loss pulls our block back to what it
+was then. What it learns here is never sent to anyone, and fades as the copy moves on to the next
+version. With `denoise_share` the first rows of a batch train joint denoising (`swarm.denoise`).
 """
 
 from __future__ import annotations
@@ -19,7 +23,7 @@ from swarm.denoise import JointDenoising, draw_rows
 from swarm.model import Block, make_block
 from swarm.noise import block_interval, target_table
 from swarm.objective import DenoisingObjective
-from swarm.optimizer import BlockOptimizer
+from swarm.optimizer import BlockOptimizer, PassingSteps
 from swarm.run import Run
 
 AHEAD_PARTS = 2
@@ -131,6 +135,9 @@ class BlockWorker:
         """
         assert self.ahead is not None
         leaf = hidden.detach().requires_grad_()
+        steps = PassingSteps(copy) if self.run.training.ahead_learns else None
+        if steps is not None:
+            steps.want_gradients(True)
         total = 0.0
         for part in torch.arange(len(x)).chunk(AHEAD_PARTS):
             rows = slice(int(part[0]), int(part[-1]) + 1)
@@ -139,6 +146,9 @@ class BlockWorker:
             weight = size * self.run.training.look_ahead_weight * share
             (loss * weight).backward()  # type: ignore[no-untyped-call]
             total += size * loss.item()
+        if steps is not None:
+            steps.step(self.run.training.learning_rate_at(self.steps_done))
+            steps.want_gradients(False)
         assert leaf.grad is not None
         return total, leaf.grad
 

@@ -50,6 +50,7 @@ CASES: list[dict[str, Any]] = [
     *({"objective": objective, "coupling": coupling} for objective, coupling in ALL_KINDS),
     {"coupling": "look_ahead", "staggered": False},
     {"coupling": "look_ahead", "copy_steps": 3.0},
+    {"coupling": "look_ahead", "ahead_learns": True},
     {"coupling": "relay", "short_rounds": 3},
     {"coupling": "look_ahead", "blocks": 1},
 ]

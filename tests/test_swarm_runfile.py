@@ -99,6 +99,7 @@ def runfiles(draw: st.DrawFn) -> RunFile:
         look_ahead_weight=draw(small_floats(0, 100)),
         staggered=draw(st.booleans()),
         copy_steps=draw(small_floats(1, 999)),
+        ahead_learns=draw(st.booleans()),
     )
     training = replace(training, steps=scheduled_steps(training, rounds.count))
     spec = draw(st.sampled_from(get_args(DataName)))

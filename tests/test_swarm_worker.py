@@ -180,3 +180,63 @@ def test_noise_is_a_function_of_seed_block_and_step() -> None:
     assert first(3, 1, 7) == first(3, 1, 7)
     keys = [(s, b, t) for s in (0, 1, 2**32 - 1) for b in range(4) for t in range(20)]
     assert len({first(*key) for key in keys}) == len(keys)
+
+
+# A copy that learns along
+
+
+def test_the_copy_ahead_learns_and_leaves_no_trace(tiny_run: MakeRun) -> None:
+    """Its matrices inside layers move; no gradient, no state, and nobody else's weights do."""
+    run = tiny_run(ahead_learns=True)
+    others = copies(run)
+    kept = [weights(block) for block in others]
+    worker = BlockWorker(run, 1, CPU)
+    worker.step(*batch(), others[:1], others[2])
+    assert same(kept[0], weights(others[0])) and same(kept[1], weights(others[1]))
+    moved = {n for n, value in weights(others[2]).items() if not torch.equal(value, kept[2][n])}
+    inner = {n for n in kept[2] if n.startswith("layers.") and "norm" not in n}
+    assert moved == inner | {"relay_in.weight"}
+    assert all(p.grad is None and not p.requires_grad for p in others[2].parameters())
+    held = {id(p) for group in worker.optimizer.groups for p in group.weights}
+    assert held == {id(p) for p in worker.block.parameters()}
+
+
+def test_what_the_copy_ahead_learns_makes_it_better(tiny_run: MakeRun) -> None:
+    """Our block stands still here, so that only the copy can lower the loss it looks ahead to."""
+    losses = {}
+    for learns in (False, True):
+        run = tiny_run(ahead_learns=learns, objective="plain", warmup_steps=0, learning_rate=1e-2)
+        worker, others = BlockWorker(run, 0, CPU), copies(run)
+        fixed = weights(worker.block)
+        for _ in range(12):
+            worker.block.load_state_dict(fixed)
+            ahead = worker.step(*batch(), [], others[1]).ahead_nats
+        assert ahead is not None
+        losses[learns] = ahead
+    assert losses[True] < losses[False] - 0.5
+
+
+def test_our_own_step_is_taken_through_the_copy_as_it_was(tiny_run: MakeRun) -> None:
+    """What the copy learns in a step counts from the next one on."""
+    first, later = [], []
+    for learns in (False, True):
+        run = tiny_run(ahead_learns=learns)
+        torch.manual_seed(0)  # equal heads of the copies
+        worker, others = BlockWorker(run, 1, CPU), copies(run)
+        worker.step(*batch(), others[:1], others[2])
+        first.append(weights(worker.block))
+        worker.step(*batch(), others[:1], others[2])
+        later.append(weights(worker.block))
+    assert same(*first) and not same(*later)
+
+
+@pytest.mark.parametrize("optimizer", ["muon", "adamw"])
+def test_a_copy_learns_with_joint_denoising_and_either_optimizer(
+    tiny_run: MakeRun, optimizer: str
+) -> None:
+    run = tiny_run(ahead_learns=True, denoise_share=0.5, optimizer=optimizer)
+    worker, others = BlockWorker(run, 0, CPU), copies(run)
+    kept = weights(others[1])
+    worker.step(*batch(), [], others[1])
+    assert not same(kept, weights(others[1]))
+    assert all(p.grad is None for p in others[1].parameters())
