@@ -161,10 +161,19 @@ def _cpu() -> str:
     return next((line.split(":")[1].strip() for line in lines if "model name" in line), "unknown")
 
 
-def commit() -> str:
-    command = ["git", "describe", "--always", "--dirty", "--abbrev=12"]
-    done = subprocess.run(command, cwd=ROOT, capture_output=True, text=True, check=False)
-    return done.stdout.strip() or "unknown"
+def commit(root: Path = ROOT) -> str:
+    """The commit of the code. What benchmarks write does not make it another one."""
+    written = [":!benchmarks/results", ":!docs", ":!README.md"]
+    head = _git(root, "rev-parse", "--short=12", "HEAD")
+    if not head:
+        return "unknown"
+    changed = _git(root, "status", "--porcelain", "--untracked-files=no", "--", ".", *written)
+    return f"{head}-dirty" if changed else head
+
+
+def _git(root: Path, *words: str) -> str:
+    done = subprocess.run(["git", *words], cwd=root, capture_output=True, text=True, check=False)
+    return done.stdout.strip()
 
 
 if __name__ == "__main__":

@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import json
+import subprocess
 from dataclasses import dataclass
 from pathlib import Path
 from typing import Any
@@ -49,3 +50,26 @@ def test_a_row_is_measured_once_and_again_when_it_is_another(
     result = run(out, Variant("first", "1, with Muon", 3.0), second)
     assert result["figures"] == {"first": 3.0, "second": 2.0}
     assert [row["key"] for row in result["rows"]] == ["1, with Muon", "2"]
+
+
+def test_the_commit_is_that_of_the_code(tmp_path: Path) -> None:
+    """A long table writes results while it runs: its later rows are of the same code."""
+
+    def git(*words: str) -> None:
+        name = ["-c", "user.name=a", "-c", "user.email=a@example.org"]
+        subprocess.run(["git", *name, *words], cwd=tmp_path, check=True, capture_output=True)
+
+    assert harness.commit(tmp_path) == "unknown"
+    code, result = tmp_path / "code.py", tmp_path / "benchmarks" / "results" / "quality.json"
+    result.parent.mkdir(parents=True)
+    code.write_text("1\n")
+    result.write_text("{}\n")
+    git("init", "-q")
+    git("add", ".")
+    git("commit", "-qm", "all")
+    clean = harness.commit(tmp_path)
+    assert len(clean) == 12 and set(clean) <= set("0123456789abcdef")
+    result.write_text('{"rows": []}\n')
+    assert harness.commit(tmp_path) == clean
+    code.write_text("2\n")
+    assert harness.commit(tmp_path) == f"{clean}-dirty"
