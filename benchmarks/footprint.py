@@ -8,6 +8,7 @@ existed, so that Python and torch do not hide the difference.
 
 from __future__ import annotations
 
+import functools
 import multiprocessing
 import os
 import statistics
@@ -124,6 +125,7 @@ def memory_row(name: str, coupling: Coupling) -> dict[str, Any]:
     }
 
 
+@functools.cache  # end-to-end is what every coupling stands beside: minutes for a large shape
 def peak_megabytes(name: str, coupling: Coupling | None, block: int) -> float:
     context = multiprocessing.get_context("spawn")
     receive, send = context.Pipe(duplex=False)

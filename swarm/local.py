@@ -1,6 +1,6 @@
 """All workers of a run in one process: training with no network, as a swarm would see it.
 
-Each worker still reads other blocks only as frozen copies that are refreshed once a round, so the
+Each worker still reads other blocks only as copies that are refreshed once a round, so the
 staleness of a swarm can be measured on one machine. Knows nothing of data sets or files.
 """
 
