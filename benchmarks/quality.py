@@ -111,34 +111,34 @@ def variants(quick: bool) -> list[Variant]:
     for rate in (1e-3, 2e-3, 4e-3):
         add(f"end-to-end, learning rate {rate:g}", other, end_to_end=True, learning_rate=rate)
     add("look-ahead, copies 50 steps old", other)
-    add("look-ahead, the copy ahead learns", other, ahead_learns=True)
     add("look-ahead, the copy ahead learns, 6 MB", headline, ahead_learns=True)
     add("independent", other, coupling="independent")
     add("independent, z removed", other, coupling="independent", objective="plain")
     add("one block on 4 times the bytes", 4 * other, coupling="independent", blocks=1)
     add("one block on 4 times 6 MB", 4 * headline, coupling="independent", blocks=1)
-    add("end-to-end, a loss at every second layer", other, end_to_end=True, heads_every=2)
     add("relay, copies 50 steps old", other, coupling="relay")
     add("look-ahead, z removed", other, objective="plain")
+    add("end-to-end, a loss at every second layer", other, end_to_end=True, heads_every=2)
+    add("end-to-end in the wall-clock of look-ahead", headline / 1.8, end_to_end=True)
+    add("end-to-end, 6 MB, learning rate 0.001", headline, end_to_end=True, learning_rate=1e-3)
     add("look-ahead, copies 200 steps old", other, steps_per_round=200)
     add("look-ahead, copies 10 steps old", other, steps_per_round=10)
     add("look-ahead, fresh copies", other, steps_per_round=1, staggered=False, copy_steps=1.0)
     edm = {"objective": "edm", "coupling": "independent", "leak_limit_nats": 1.0}
     add("independent, edm", other, sigma_min=1.0, **edm)
-    add("end-to-end in the wall-clock of look-ahead", headline / 1.8, end_to_end=True)
     add("look-ahead, block 1 offline for a fifth", other, offline=(1, 0.4, 0.6))
     add("look-ahead, 2 blocks of 4 layers", other, blocks=2, layers=4)
-    add("look-ahead, 8 blocks of 1 layer", other, blocks=8, layers=1)
     for age in (1, 10, 200):
         add(f"relay, copies {age} steps old", other, coupling="relay", steps_per_round=age)
+    add("look-ahead, 8 blocks of 1 layer", other, blocks=8, layers=1)
     add("look-ahead, copies 50 steps old, trained on newest versions", other, staggered=False)
     add("look-ahead, no short rounds early", other, short_rounds=0)
+    for steps in (10.0, 60.0):
+        add(f"look-ahead, copies move 1/{steps:g} a step", other, copy_steps=steps)
+    add("look-ahead, the copy ahead learns", other, ahead_learns=True)
     add("look-ahead, every block its own bytes", other, own_streams=True)
     for rate in (1e-3, 4e-3):
         add(f"look-ahead, learning rate {rate:g}", other, learning_rate=rate)
-    for steps in (10.0, 60.0):
-        add(f"look-ahead, copies move 1/{steps:g} a step", other, copy_steps=steps)
-    add("end-to-end, 6 MB, learning rate 0.001", headline, end_to_end=True, learning_rate=1e-3)
     if not quick:
         _add_adamw(lambda *a, **changes: add(*a, optimizer="adamw", **changes), headline, other)
     return rows
