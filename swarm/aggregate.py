@@ -8,6 +8,9 @@ one sender. So updates are judged whole:
 - norms are clipped to 1.25 times the reference (median of this round or of the last ones; honest
   norms differ by 1.1), and one of 4 times the reference, or the last round, is left out. Who sends
   alone is no reference for itself: it is clipped to what a sender may be by the log, 2.5 times;
+- an update of less than 1/16 of the last rounds' norm says nothing: it is left out and measures
+  nobody. Otherwise half of the senders, with empty updates that cost no work, would be the median:
+  they would clip the others to nothing, and have all votes once nobody else was included;
 - each update gets a score, its exact cosine to the trend (the sum of the last steps) plus the sum
   of the other updates. One round's sparse updates overlap too little to tell a sign flip; the trend
   does. Left out is who clearly opposes, now, what the others clearly agree on, or who, on the
@@ -71,6 +74,7 @@ AGREED_X1024 = 10  # below 0.01 the others agree on nothing that could be oppose
 NOW_DEVIATIONS_SQUARED = 3**2  # of a cosine of random signs, 1 / sqrt(coordinates): seldom as large
 MEAN_DEVIATIONS_SQUARED = 5**2  # of the others' scores about their averages; rounds are not quite
 # independent, since their trends overlap
+SILENT_X16 = 1  # below 1/16 of the recent norms an update says nothing
 MIN_PAST = 3  # an average speaks only with so many rounds behind it
 
 Trending = Trend | FixedUpdate | Sequence[FixedUpdate] | None
@@ -79,6 +83,11 @@ Trending = Trend | FixedUpdate | Sequence[FixedUpdate] | None
 def lower_median(values: Sequence[int]) -> int:
     """The middle value; of two the lower, so that half of the senders cannot raise it."""
     return sorted(values)[(len(values) - 1) // 2]
+
+
+def upper_median(values: Sequence[int]) -> int:
+    """The middle value; of two the upper, so that half of the senders cannot lower it."""
+    return sorted(values)[len(values) // 2]
 
 
 def clip_scale(update_norm: int, limit: int) -> int:
@@ -111,6 +120,23 @@ def _reference(norms: Sequence[int], recent_norms: Sequence[int]) -> int:
     if len(norms) == 1 and allowed is not None:
         return min(median, allowed * 16 // CLIP_X16)
     return max(median, lower_median(recent_norms) if recent_norms else 0)
+
+
+def _silent(norms: Sequence[int], recent_norms: Sequence[int]) -> set[int]:
+    """The updates that say nothing. If none is as large as those of the last rounds, then training
+    has changed, for all: only empty ones say nothing."""
+    floor = lower_median(recent_norms) * SILENT_X16 // 16 if recent_norms else 0
+    small = {i for i, length in enumerate(norms) if length <= floor}
+    if len(small) < len(norms):
+        return small
+    return {i for i, length in enumerate(norms) if length == 0}
+
+
+def _norm_to_log(norms: Sequence[int], recent_norms: Sequence[int]) -> int:
+    """What the log keeps of a round's norms: the median, and where two are in the middle, what is
+    nearest to the last rounds. So it takes more than half of the senders to move it either way."""
+    recent = lower_median(recent_norms) if recent_norms else 0
+    return min(max(lower_median(norms), recent), upper_median(norms))
 
 
 class Rule(enum.Enum):
@@ -218,7 +244,8 @@ def _along(trend: Trending, updates: Sequence[FixedUpdate]) -> tuple[list[int], 
 def _judge(
     clipped: Sequence[FixedUpdate],
     squares: Sequence[int],
-    refused: set[int],
+    silent: set[int],
+    oversized: set[int],
     trend: Trending,
     past: Sequence[Sequence[int]],
 ) -> tuple[set[int], list[int], FixedUpdate]:
@@ -226,9 +253,10 @@ def _judge(
 
     Worst first, and scored again after each: a strong liar makes honest updates look opposed as
     long as it is part of the sum. At most a minority goes, so that liars cannot argue the majority
-    away.
+    away; silent ones are neither.
     """
-    out, most = set(refused), (len(clipped) - 1) // 2
+    heard = len(clipped) - len(silent)
+    out, most = silent | oversized, len(silent) + (heard - 1) // 2
     along: list[int] | None = None
     while True:
         kept = [i for i in range(len(clipped)) if i not in out]
@@ -243,7 +271,7 @@ def _judge(
             total, products = summed_against(parts, clipped)
             along, trend_squared = _along(trend, clipped)
         scores = _scores(squares, out, products, along, trend_squared)
-        if len(out) >= most or len(clipped) < 3:
+        if len(out) >= most or heard < 3:
             return out, scores, total
         runs = {i: (*past[i], scores[i]) for i in kept}
         suspects = [i for i in kept if _suspect(i, clipped[i], scores, runs)]
@@ -279,8 +307,10 @@ def aggregate(
     past = list(past_scores) or [()] * len(updates)
     squares = [update.squared for update in updates]
     norms = [isqrt(square) for square in squares]
-    reference = _reference(norms, recent_norms)
-    median_norm = min(lower_median(norms), reference)
+    silent = _silent(norms, recent_norms)
+    heard = [length for i, length in enumerate(norms) if i not in silent] or [0]
+    reference = _reference(heard, recent_norms)
+    median_norm = min(_norm_to_log(heard, recent_norms), reference)
     scales = [SCALE_ONE] * len(updates)
     if rule is not Rule.MEAN:
         scales = [clip_scale(length, reference * CLIP_X16 // 16) for length in norms]
@@ -292,7 +322,7 @@ def aggregate(
         longest = max(reference, recent_norms[-1] if recent_norms else 0) * REFUSE_X16 // 16
         oversized = {i for i, length in enumerate(norms) if length > longest}
         squares = [update.squared for update in clipped]
-        out, scores, total = _judge(clipped, squares, oversized, trend, past)
+        out, scores, total = _judge(clipped, squares, silent, oversized, trend, past)
         scales = [0 if i in out else scale for i, scale in enumerate(scales)]
         # A scale of 0 is an update clipped to nothing: it is not counted either.
         if not any(scales):

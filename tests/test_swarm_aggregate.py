@@ -5,6 +5,7 @@ from __future__ import annotations
 from collections.abc import Sequence
 
 import numpy as np
+import pytest
 from fixed_updates import SIZE, ints, vectors
 from hypothesis import given, settings
 from hypothesis import strategies as st
@@ -51,7 +52,9 @@ def test_steps_are_as_good_as_their_sum(
 @settings(max_examples=60)
 def test_most_updates_stay_and_none_grows(updates: list[FixedUpdate]) -> None:
     result = aggregate(updates)
-    assert sum(scale == 0 for scale in result.scales) <= max((len(updates) - 1) // 2, 0) or any(
+    spoke = [norm(update) > 0 for update in updates]
+    out = sum(scale == 0 for scale, said in zip(result.scales, spoke, strict=True) if said)
+    assert out <= max((sum(spoke) - 1) // 2, 0) or any(
         norm(update) > 4 * result.median_norm for update in updates
     )
     assert all(0 <= scale <= SCALE_ONE for scale in result.scales)
@@ -59,7 +62,49 @@ def test_most_updates_stay_and_none_grows(updates: list[FixedUpdate]) -> None:
 
 def test_tiny_updates_cannot_clip_the_others_to_nothing() -> None:
     big, tiny = FixedUpdate(4, None, ints(1000, 0, 0, 0)), FixedUpdate(4, None, ints(1, 0, 0, 0))
-    assert aggregate([big, tiny], recent_norms=(1000, 1000)).scales == (SCALE_ONE, SCALE_ONE)
+    assert aggregate([big, tiny], recent_norms=(1000, 1000)).scales == (SCALE_ONE, 0)
+
+
+@pytest.mark.parametrize("length", [0, 1, 62, 63, 300])
+@pytest.mark.parametrize("liars", [1, 3])
+def test_half_of_the_senders_cannot_shrink_a_block_to_a_halt(length: int, liars: int) -> None:
+    """Empty updates cost no work. If they were a measure, all others would be clipped to nothing."""
+    usual = [FixedUpdate(4, None, ints(1000, i, 0, 0)) for i in range(liars)]
+    short = [FixedUpdate(4, None, ints(0, 0, length, i)) for i in range(min(length, 1) * liars)]
+    short += [FixedUpdate(4, None, ints(0, 0, 0, 0))] * (liars - len(short))
+    recent = [1000] * 8
+    for _ in range(64):
+        result = aggregate([*usual, *short], recent_norms=recent[-8:])
+        assert result.scales[:liars] == (SCALE_ONE,) * liars
+        if length <= 62:  # they say nothing: no vote comes from them
+            assert result.scales[liars:] == (0,) * liars
+        recent.append(result.median_norm)
+    assert min(recent) >= 1000
+
+
+def test_silent_updates_do_not_protect_a_liar() -> None:
+    """At most a minority is left out, of those who say something."""
+    same = FixedUpdate(64, None, np.full(64, 1000, dtype=np.int64))
+    flipped, empty = (FixedUpdate(64, None, same.values * factor) for factor in (-1, 0))
+    updates = [same, same, same, flipped, empty, empty, empty, empty]
+    assert aggregate(updates).scales == (SCALE_ONE,) * 3 + (0,) * 5
+    same_step = aggregate([same, same, same]).delta
+    assert aggregate(updates).delta.same_as(same_step)
+
+
+def test_a_round_in_which_all_updates_are_small_counts() -> None:
+    """A learning rate that falls, or the end of training: nobody is left to be compared with."""
+    few = [FixedUpdate(4, None, ints(10, i, 0, 0)) for i in range(3)]
+    result = aggregate(few, recent_norms=[1000] * 8)
+    assert result.scales == (SCALE_ONE,) * 3
+    assert result.median_norm < 1000
+
+
+def test_nothing_from_anybody_moves_nothing() -> None:
+    empty = FixedUpdate(4, None, ints(0, 0, 0, 0))
+    result = aggregate([empty, empty], recent_norms=[1000] * 8)
+    assert result.scales == (0, 0)
+    assert not result.delta.dense().any()
 
 
 def test_norms_that_grow_together_are_not_held_back() -> None:
