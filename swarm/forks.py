@@ -4,14 +4,24 @@ Decides between branches, from the heads that peers signed in this round. Knows 
 branches come to be: a vote that reached only some, a pause, a late joiner and a partition all look
 the same here and are cured the same way.
 
-A head counts if it is fresh: within FRESH rounds of the newest one. (Otherwise a replica that was
-asleep, or a newcomer with the run's first weights, would be one of two equal sides.) Among fresh
-heads the one signed by more peers of some seniority wins, ties go to the lower digest. We are one
-of the peers.
+Whose heads count: those of contributors, peers with an update in our own log. Identities are free,
+and any of them can sign a chain that it made up; to get into our log takes work that the others
+accepted. Only where no contributor has moved for AWAY rounds do others count, first those that were
+seen for some rounds: we may have slept while all whom we knew were replaced.
+
+Of the heads that count, those that are fresh are compared: within FRESH rounds of the newest one.
+(Otherwise a replica that was asleep, or a newcomer with the run's first weights, would be one of
+two equal sides.) The one signed by more peers wins, ties go to the lower digest. We are one of the
+peers.
+
+Known limits: two sides that never had a contributor in common take each other for strangers and
+stay apart once their logs are no longer young; whoever has more identities in our log than there
+are honest contributors wins.
 """
 
 from __future__ import annotations
 
+import enum
 from collections import Counter
 from collections.abc import Mapping
 from dataclasses import dataclass
@@ -19,7 +29,16 @@ from dataclasses import dataclass
 from swarm.log import ConsensusLog, Entry, MoveMode, MovePlan
 
 FRESH = 2
+AWAY = 16  # rounds after which those who stood still no longer speak for the block
 REBASE_DEPTH = 4
+
+
+class Word(enum.IntEnum):
+    """What a peer's word weighs between two branches. A lower one is heard if there is no higher."""
+
+    STRANGER = 0
+    SENIOR = 1  # seen for some rounds
+    CONTRIBUTOR = 2  # an update of its is in our log
 
 
 @dataclass(frozen=True)
@@ -28,19 +47,20 @@ class SignedHead:
 
     digest: bytes
     round: int
-    senior: bool
+    word: Word
 
 
-def support(heads: Mapping[str, SignedHead], newest_round: int) -> Counter[bytes]:
-    """How many peers stand on each fresh head: senior ones, or all if none of them is senior.
+def support(heads: Mapping[str, SignedHead], next_round: int) -> Counter[bytes]:
+    """How many peers stand on each fresh head, of those whose word counts.
 
-    A head from the future is a lie and does not make the others stale.
+    A head of `next_round` or later is a lie: no such round was decided yet.
     """
-    possible = [head for head in heads.values() if head.round < newest_round]
-    newest = max((head.round for head in possible), default=-1)
-    fresh = [head for head in possible if head.round >= newest - FRESH]
-    senior = [head for head in fresh if head.senior] or fresh
-    return Counter(head.digest for head in senior)
+    possible = [head for head in heads.values() if head.round < next_round]
+    here = [head for head in possible if head.round >= next_round - AWAY] or possible
+    word = max((head.word for head in here), default=Word.STRANGER)
+    heard = [head for head in here if head.word is word]
+    newest = max((head.round for head in heard), default=-1)
+    return Counter(head.digest for head in heard if head.round >= newest - FRESH)
 
 
 def winner(counts: Counter[bytes]) -> bytes | None:

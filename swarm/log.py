@@ -233,6 +233,10 @@ class ConsensusLog:
             c.sender for e in self.entries[-window:] for c in e.contributions if c.scale > 0
         )
 
+    def contributors(self) -> frozenset[str]:
+        """Everybody with an update in what is kept of the log."""
+        return frozenset(c.sender for e in self.entries for c in e.contributions if c.scale > 0)
+
     def has_update(self, digest: bytes, window: int = 256) -> bool:
         """Whether an update was in an agreed set before: then an offer of it is a replay."""
         return any(digest in entry.named for entry in self.entries[-window:])

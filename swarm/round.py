@@ -44,7 +44,7 @@ from swarm.clock import exchange_opens_s, round_at
 from swarm.deadline import agreed_s, proposal_s
 from swarm.groups import group_count
 from swarm.round_groups import group_ready, heard_claim
-from swarm.round_heads import apply_entry, choose_head, fetch_failed, fetched
+from swarm.round_heads import apply_entry, choose_head, fetch_failed, fetched, give_up_waiting
 from swarm.round_phases import end_collect, end_repair, end_vote
 from swarm.round_report import included, remember_arrivals, report_of
 from swarm.round_state import (
@@ -120,6 +120,7 @@ def _turn(state: RoundState, now_s: float, out: list[act.Action]) -> RoundState:
         outcome="undecided",
         first_report=None,
     )
+    state = give_up_waiting(state, out)
     if state.rules.ended(number):  # say where we stand, and hear where the others do: no more
         state = replace(state, outcome="ended")
         out.append(announcement(state))
@@ -201,10 +202,14 @@ def _pulling(state: RoundState) -> frozenset[UpdateRef]:
 
 
 def _keep_early(state: RoundState, event: act.Event) -> RoundState:
-    """A peer whose clock is a little ahead of ours: hear it when our round opens."""
-    if len(state.early) >= MAX_EARLY or event in state.early:
+    """A peer whose clock is a little ahead of ours: hear it when our round opens.
+
+    Of each peer the newest of a kind, so that one who talks much leaves room for the others.
+    """
+    others = tuple(e for e in state.early if _said_by(e) != _said_by(event))
+    if len(others) >= MAX_EARLY:
         return state
-    return replace(state, early=(*state.early, event))
+    return replace(state, early=(*others, event))
 
 
 def _own_ready(
@@ -356,6 +361,17 @@ def _pass_deadlines(state: RoundState, now_s: float, out: list[act.Action]) -> R
         if state is before:
             break
     return state
+
+
+def _said_by(event: act.Event) -> tuple[str, str, int]:
+    match event:
+        case act.PeerRecord(peer=peer):
+            return ("record", peer, 0)
+        case act.GroupClaim(peer=peer):
+            return ("claim", peer, 0)
+        case act.VoteArrived(vote):
+            return ("vote", vote.voter, vote.stage)
+    return ("", "", 0)
 
 
 def _round_of(event: act.Event) -> int:

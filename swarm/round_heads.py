@@ -6,15 +6,17 @@ to look for another head. Which head wins is decided in `swarm.forks`.
 
 from __future__ import annotations
 
-from collections.abc import Mapping
+from collections.abc import Callable, Mapping
 from dataclasses import replace
 
 from swarm import actions as act
 from swarm.clock import exchange_opens_s
-from swarm.forks import SignedHead, move_mode, support, winner
+from swarm.forks import SignedHead, Word, move_mode, support, winner
 from swarm.log import Entry, LogError, MoveMode, check_chain
 from swarm.round_state import Phase, RoundState, Sync, active, with_stage
 from swarm.votes import UpdateRef
+
+IN_FLIGHT = 8  # rounds that an update waits for an entry of its own
 
 
 def _settle(
@@ -41,6 +43,18 @@ def _settle(
     }
 
 
+def give_up_waiting(state: RoundState, out: list[act.Action]) -> RoundState:
+    """Updates of rounds that nobody has decided for long are unsent again.
+
+    A voter that agrees to nothing, or lines too slow for any update, could leave every round
+    without a set: what is in flight would grow with each, and never be sent again.
+    """
+    late = {ref for ref, number in state.in_flight.items() if number < state.round - IN_FLIGHT}
+    out.extend(act.ReturnToFeedback(ref) for ref in sorted(late))
+    waiting = {ref: number for ref, number in state.in_flight.items() if ref not in late}
+    return replace(state, in_flight=waiting) if late else state
+
+
 def _own_scales(me: str, entries: tuple[Entry, ...]) -> dict[bytes, int]:
     own = [entry.contribution_of(me) for entry in entries]
     return {c.digest: c.scale for c in own if c is not None and c.scale > 0}
@@ -63,6 +77,30 @@ def _is_newcomer(state: RoundState) -> bool:
     return not any(entry.contribution_of(state.me) for entry in state.log.entries)
 
 
+def _next_round(state: RoundState) -> int:
+    """The first one of which no head can be yet: this one, or the one after the run's last."""
+    last = state.rules.last
+    return state.round if last is None else min(state.round, last + 1)
+
+
+def _words(state: RoundState) -> Callable[[str], Word]:
+    """Whose word weighs what, as this replica sees it.
+
+    In a young swarm, where the first rounds may have been decided apart, nobody is a contributor
+    or senior and all count; we must not be the first to think that we are.
+    """
+    mature = state.round - state.warm_until >= 2 * state.trust.rules.seniority
+    contributors = state.log.contributors() if mature else frozenset()
+
+    def word(peer: str) -> Word:
+        if peer in contributors:
+            return Word.CONTRIBUTOR
+        senior = mature if peer == state.me else state.trust.senior(peer)
+        return Word.SENIOR if senior else Word.STRANGER
+
+    return word
+
+
 def choose_head(state: RoundState, now_s: float, out: list[act.Action]) -> RoundState:
     """Look whether others stand elsewhere. Before the first deadline only if most of them do."""
     stage = state.stage
@@ -73,8 +111,9 @@ def choose_head(state: RoundState, now_s: float, out: list[act.Action]) -> Round
         return state
     if stage.phase is Phase.DONE and head.round == state.round:
         return state  # our step is made; what the others signed is from before theirs
+    words = _words(state)
     heads = {
-        peer: SignedHead(view.head, view.head_round, state.trust.senior(peer))
+        peer: SignedHead(view.head, view.head_round, words(peer))
         for peer, view in state.peers.items()
         if view.round == state.round and active(state, peer)
     }
@@ -83,11 +122,9 @@ def choose_head(state: RoundState, now_s: float, out: list[act.Action]) -> Round
     if ahead and _is_newcomer(state):
         heads = ahead  # nothing of ours is in the head we have: it is no side of a tie
     else:
-        # In a young swarm nobody is senior and all count; we must not be the first to think we are.
-        mature = state.round - state.warm_until >= 2 * state.trust.rules.seniority
-        heads[state.me] = SignedHead(head.digest, head.round, mature)
+        heads[state.me] = SignedHead(head.digest, head.round, words(state.me))
         known += 1
-    counts = support(heads, state.round)
+    counts = support(heads, _next_round(state))
     target = winner(counts)
     if target is None or target == head.digest:
         return state
@@ -106,6 +143,8 @@ def fetched(state: RoundState, event: act.ConsensusFetched, out: list[act.Action
         check_chain(event.entries, event.target)
     except LogError:
         return state
+    if event.entries[-1].round >= _next_round(state):
+        return state  # of a round that was not decided yet: its owners claimed another one
     log = state.log
     plan = log.plan_move(event.entries, event.pinned)
     mode = move_mode(log, plan, event.entries)
