@@ -43,8 +43,7 @@ async def consensus_at(
         pin = None
     try:
         if pin is not None:
-            weights = await fetcher.snapshot(donors, pin, len(consensus.weights))
-            other.restart(start, weights)
+            await _restart(other, fetcher, donors, start, pin)
         data = {}
         for entry in entries:
             if entry.round > start.round:
@@ -53,3 +52,13 @@ async def consensus_at(
     except LogError as error:  # the chain itself is wrong: whoever stands on it made it up
         raise FetchError(error.message, [*fetcher.liars, *donors]) from error
     return other
+
+
+async def _restart(
+    other: Consensus, fetcher: LogFetcher, donors: Sequence[str], start: Entry, pin: Pin
+) -> None:
+    weights = await fetcher.snapshot(donors, pin, len(other.weights))
+    try:
+        other.restart(start, weights)
+    except LogError as error:  # the chain may be right: only its donor said that this belongs to it
+        raise FetchError(error.message, [*fetcher.liars, pin.donor]) from error

@@ -29,6 +29,9 @@ M = TypeVar("M", bound=Message)
 Quanta = npt.NDArray[np.int32]
 
 SHARDS_AT_ONCE = 4
+# What replicas read from the log looks back so far (scores: 28 entries). With less, a replica would
+# judge updates otherwise than the rest.
+MIN_HISTORY = 32
 
 
 class Peers(Protocol):
@@ -55,11 +58,12 @@ class FetchError(WireError):
 
 @dataclass(frozen=True)
 class Pin:
-    """A snapshot that a donor still serves."""
+    """A snapshot that a donor still serves; `donor` is whose word it is that it has this name."""
 
     round: int
     entry: bytes
     name: bytes
+    donor: str = field(default="", compare=False)
 
 
 @dataclass(frozen=True)
@@ -106,11 +110,14 @@ class LogFetcher:
                 cut = next((i for i, e in enumerate(entries) if e.digest == wanted), None)
                 if cut is None:
                     continue  # it has moved on, or has not got there yet
-                check_chain(entries[: cut + 1], wanted)
+                entries = entries[: cut + 1]
+                check_chain(entries, wanted)
             except WireError:
                 continue
-            pins = [_pin(packed) for packed in reply.pins]
-            return RemoteLog(entries[: cut + 1], tuple(pins))
+            if not _reaches_back(entries, have):
+                continue
+            pins = [_pin(packed, donor) for packed in reply.pins]
+            return RemoteLog(entries, tuple(pins))
         raise FetchError(f"no replica of block {self.block} gave its log", self.liars)
 
     async def aggregate(self, donors: Sequence[str], entry: Entry) -> list[bytes]:
@@ -196,5 +203,11 @@ class LogFetcher:
         return payload
 
 
-def _pin(packed: bytes) -> Pin:
-    return Pin(int.from_bytes(packed[:8], "big") - 1, packed[8:40], packed[40:72])
+def _reaches_back(entries: Sequence[Entry], have: bytes) -> bool:
+    """Whether a chain goes on where we are, begins with the run, or is long enough."""
+    first = entries[0]
+    return have in (first.digest, first.parent) or first.round < 0 or len(entries) >= MIN_HISTORY
+
+
+def _pin(packed: bytes, donor: str) -> Pin:
+    return Pin(int.from_bytes(packed[:8], "big") - 1, packed[8:40], packed[40:72], donor)

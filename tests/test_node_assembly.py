@@ -85,16 +85,17 @@ class Replica:
         """Go through so many rounds. Equal arguments give equal logs."""
         for _ in range(rounds):
             number = self.log.head.round + 1
-            payloads, parts, total = [], [], np.zeros(self.codec.size, dtype=np.int64)
+            sent, total = [], np.zeros(self.codec.size, dtype=np.int64)
             for sender in senders:
                 rng = np.random.default_rng([self.block, number, sender, flavour])
                 quanta = rng.integers(-(1 << 18), 1 << 18, self.codec.size, dtype=np.int64)
                 peer = identity(sender).peer_id
                 payload, update = self.codec.encode(quanta, self.block, number, peer)
                 add_into(total, update)
-                payloads.append(payload)
-                digest = content_digest(payload)
-                parts.append(Contribution(digest, peer_text(peer), SCALE_ONE, 0))
+                part = Contribution(content_digest(payload), peer_text(peer), SCALE_ONE, 0)
+                sent.append((part.digest, payload, part))
+            payloads = [payload for _, payload, _ in sorted(sent)]
+            parts = tuple(part for _, _, part in sorted(sent))
             mean = compact(rounded_mean(total, len(senders)))
             new, step = apply_step(self.consensus.weights, mean)
             entry = Entry(
@@ -103,7 +104,7 @@ class Replica:
                 weights_digest(new),
                 step_digest(step),
                 1,
-                tuple(parts),
+                parts,
             )
             self.consensus.follow(entry, payloads)
             self.log = self.log.appended(entry)

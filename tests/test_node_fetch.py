@@ -13,8 +13,9 @@ from chains import CODEC, FIRST, RUN, SIZE, Chain, Donors, identity, run
 import node.fetch
 import swarm.updates
 from node.catch_up import consensus_at
-from node.consensus import Consensus
+from node.consensus import Consensus, Snapshot
 from node.fetch import FetchError, LogFetcher
+from protocol.frames import content_digest
 from protocol.messages import Message, Purpose
 from protocol.payloads import pack_updates, unpack_updates
 from swarm.log import ConsensusLog
@@ -130,6 +131,45 @@ def test_a_made_up_chain_is_found_out_before_anything_moves(chain: Chain, tmp_pa
         run(catch_up(Donors(bad=chain), ["bad"], first, head.digest))
     assert caught.value.liars == ("bad",)
     assert first.consensus.weights is weights
+
+
+def test_who_names_a_false_snapshot_is_blamed_alone(chain: Chain) -> None:
+    """It stands on the right head; those who stand there with it did nothing."""
+    first = chain.fork(1)
+    chain.grow(14)
+    liar = chain.fork(2)
+    for digest, held in liar.consensus.snapshots.items():
+        weights = np.ones(SIZE, dtype=np.int32)
+        index = swarm.updates.snapshot_index(weights)
+        pin = replace(held.pin, name=content_digest(index))
+        liar.consensus.snapshots[digest] = Snapshot(pin, index, weights)
+    donors = Donors(liar=liar, good=chain, fine=chain)
+    head = chain.log.head.digest
+    with pytest.raises(FetchError, match="is not its consensus") as caught:
+        run(catch_up(donors, ["liar", "good", "fine"], first, head))
+    assert caught.value.liars == ("liar",)
+    result = run(catch_up(donors, ["good", "fine"], first, head))
+    assert np.array_equal(result.weights, chain.consensus.weights)
+
+
+def test_a_log_without_its_history_is_not_taken(chain: Chain) -> None:
+    """Replicas judge updates by the last entries; with fewer of them one would judge otherwise."""
+    first, whole = chain.fork(1), chain.grow(40)
+    short = whole.fork(2)
+    for kept, taken in ((1, False), (31, False), (32, True)):
+        short.log = replace(whole.log, entries=whole.log.entries[-kept:])
+        fetcher = fetcher_of(Donors(short=short))
+        have = first.log.head.digest
+        if taken:
+            assert len(run(fetcher.log(["short"], have, None)).entries) == kept
+        else:
+            with pytest.raises(FetchError, match="gave its log"):
+                run(fetcher.log(["short"], have, None))
+    remote = run(fetcher_of(Donors(short=short, whole=whole)).log(["short", "whole"], have, None))
+    assert remote.entries[-1] == whole.log.head
+    # What goes on where we are may be as short as it is.
+    there = whole.log.entries[-3].digest
+    assert len(run(fetcher_of(Donors(a=whole)).log(["a"], there, None)).entries) == 3
 
 
 def test_shards_come_from_all_donors_and_a_silent_one_costs_its_place(
