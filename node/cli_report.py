@@ -6,6 +6,7 @@ Knows nothing of how they were measured; imports no torch.
 from __future__ import annotations
 
 import json
+import math
 from typing import TYPE_CHECKING, Any
 
 if TYPE_CHECKING:
@@ -36,7 +37,7 @@ def evaluation_facts(result: Evaluation, split: str, corpus: Corpus) -> Facts:
     return {
         "ce_nats": result.ce_nats,
         "bits_per_byte": result.bits_per_byte,
-        "perplexity": result.perplexity,
+        "perplexity": result.perplexity if math.isfinite(result.perplexity) else None,
         "block_ce_nats": list(result.block_ce_nats),
         "size_bytes": result.size_bytes,
         "split": split,
@@ -62,8 +63,12 @@ def print_evaluation(facts: Facts) -> None:
         print(f"  block {index:<3}  {value}")
     print(
         f"  composed   {facts['ce_nats']:.4f} nats per byte = {facts['bits_per_byte']:.4f} bits "
-        f"per byte, perplexity {facts['perplexity']:.3f}"
+        f"per byte, perplexity {_shown(facts['perplexity'])}"
     )
+
+
+def _shown(perplexity: float | None) -> str:
+    return "beyond any number" if perplexity is None else f"{perplexity:.3f}"
 
 
 def print_probe(facts: Facts) -> None:

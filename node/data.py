@@ -90,10 +90,12 @@ def load_corpus(
     if spec in NAMED:
         archive = download.WIKITEXT_2 if spec == "wikitext-2" else download.WIKITEXT_103
         return archive_corpus(archive, cache, progress)
-    path = Path(spec).expanduser()
+    if not spec:
+        raise DataError("no text was named", f"--data PATH, or one of {', '.join(NAMED)}")
     try:
+        path = Path(spec).expanduser()
         mode = path.stat().st_mode
-    except (OSError, ValueError) as error:
+    except (OSError, ValueError, RuntimeError) as error:  # the last: no home of such a user
         raise _no_such(spec, error) from error
     try:
         if stat.S_ISDIR(mode):

@@ -38,9 +38,11 @@ def available_devices() -> list[str]:
 
 def autocast_dtype(device: torch.device) -> torch.dtype | None:
     """The precision that the forward pass may drop to, or None for fp32 throughout."""
-    if device.type == "cuda" and torch.cuda.is_bf16_supported():
-        return torch.bfloat16
-    return None
+    if device.type != "cuda":
+        return None
+    with torch.cuda.device(device):  # the question is about the current one
+        has = torch.cuda.is_bf16_supported(including_emulation=False)
+    return torch.bfloat16 if has else None
 
 
 def make_deterministic(threads: int | None = None) -> None:

@@ -210,9 +210,13 @@ class LocalTraining:
                 f"{self.data_spec} is not the text that the run in {self.folder} was started on",
                 f"give that text with --data (it was {facts['data_spec']}), or start a new folder",
             )
+        try:
+            self.seconds = float(facts["seconds"])
+            before_bytes = int(facts["before_bytes"])
+            self.before = Evaluation(float(facts["ce_before_nats"]), (), before_bytes)
+        except (TypeError, ValueError, OverflowError) as error:
+            raise _damaged(self.folder / CHECKPOINT, error) from error
         self.swarm.load_state(tensors, facts["numbers"])
-        self.seconds = float(facts["seconds"])
-        self.before = Evaluation(float(facts["ce_before_nats"]), (), int(facts["before_bytes"]))
 
 
 class _Clock:
@@ -245,7 +249,7 @@ def cut_off_run(folder: Path) -> CutOffRun:
         return CutOffRun(
             Run.from_dict(facts["run"]), str(facts["data_spec"]), int(facts["threads"])
         )
-    except (UsageError, TypeError, ValueError) as error:
+    except (UsageError, TypeError, ValueError, OverflowError) as error:
         raise _damaged(folder / CHECKPOINT, error) from error
 
 

@@ -107,7 +107,7 @@ def _described_blocks(folder: Path, manifest: Mapping[str, Any]) -> tuple[Run, d
         digests = {int(entry["block"]): str(entry["digest"]) for entry in manifest["blocks"]}
     except KeyError as error:
         raise ModelError(f"{folder / MANIFEST} lacks {error}", _HINT) from error
-    except (TypeError, ValueError) as error:
+    except (TypeError, ValueError, OverflowError) as error:
         raise ModelError(f"{folder / MANIFEST} has a bad list of blocks", _HINT) from error
     except UsageError as error:
         raise ModelError(f"{folder / MANIFEST}: {error.message}", _HINT) from error
@@ -125,7 +125,7 @@ def _composed(
         if kind not in get_args(Composition) or not finite or temperature <= 0.0:
             raise ValueError
         return ComposedModel(run, blocks, weights, temperature, kind)
-    except (KeyError, TypeError, ValueError) as error:
+    except (KeyError, TypeError, ValueError, OverflowError) as error:
         raise ModelError(f"{folder / MANIFEST} has a bad composition", _HINT) from error
     except UsageError as error:
         raise ModelError(f"{folder}: {error.message}", error.hint or _HINT) from error

@@ -216,7 +216,7 @@ def _drafted(
     drafted = passage.drafted
     if sweep.mode == Mode.ONE_SWEEP and drafted.dim() == 3:
         drafted = byte_scores(drafted, passage.drafts, sampling_of(sweep)).clamp_min(LOG_FLOOR)
-        drafted = drafted.double().sum(-1)
+        drafted = drafted.cpu().double().sum(-1)
     return _array(drafted)
 
 

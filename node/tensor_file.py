@@ -40,7 +40,7 @@ def read_tensors(path: Path) -> tuple[dict[str, Tensor], dict[str, Any]]:
             tensors = {name: file.get_tensor(name) for name in names}
     except FileNotFoundError:
         raise
-    except (OSError, safetensors.SafetensorError, KeyError, ValueError) as error:
+    except (OSError, safetensors.SafetensorError, KeyError, ValueError, RecursionError) as error:
         raise DamagedFile(str(error)) from error
     if not isinstance(facts, dict):
         raise DamagedFile("its description is no map")

@@ -25,7 +25,7 @@ from torch import Tensor
 
 from node.data import Corpus, load_corpus
 from node.device import autocast_dtype, choose_device
-from node.local_training import held_out_batches
+from node.local_training import check_leak, held_out_batches
 from node.memory import keep_freed_memory
 from node.tensor_file import read_tensors, write_tensors
 from node.windows import WindowStream, stream_seed
@@ -153,6 +153,7 @@ class _Trainer:
         corpus = load_corpus(settings.data_spec)
         _check_corpus(corpus, settings)
         corpus.require_window(run.model.context)
+        check_leak(run, corpus)
         self.stream = WindowStream(
             corpus.train,
             run.model.context,

@@ -33,12 +33,12 @@ class Evaluation:
 
     @property
     def perplexity(self) -> float:
-        return math.exp(self.ce_nats)
+        return math.exp(self.ce_nats) if self.ce_nats < 700.0 else math.inf
 
 
 def nll_sum(log_probs: Tensor, y: Tensor) -> float:
     """Summed -log p of the true bytes, in float64: thousands of windows are added up."""
-    return -float(log_probs.gather(-1, y.unsqueeze(-1)).double().sum())
+    return -float(log_probs.gather(-1, y.unsqueeze(-1)).cpu().double().sum())  # MPS has no double
 
 
 def honest_ce(model: ComposedModel, batches: Iterable[Tensor], noise_seed: int = 0) -> Evaluation:

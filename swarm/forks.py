@@ -34,7 +34,7 @@ REBASE_DEPTH = 4
 
 
 class Word(enum.IntEnum):
-    """What a peer's word weighs between two branches. A lower one is heard if there is no higher."""
+    """What a peer's word weighs between two branches. A lower one counts if there is no higher."""
 
     STRANGER = 0
     SENIOR = 1  # seen for some rounds

@@ -11,7 +11,7 @@ from dataclasses import dataclass
 import torch
 from torch import Tensor
 
-from protocol.errors import UsageError
+from protocol.errors import ModelError, UsageError
 from swarm.composition import ComposedModel
 
 
@@ -33,6 +33,11 @@ class Sampling:
         """One byte from log-probabilities of shape (256,)."""
         if self.temperature == 0.0:
             return int(log_probs.argmax())
+        if not bool(torch.isfinite(log_probs.max())):
+            raise ModelError(
+                "the model's prediction is not a number: its weights are too large",
+                "take another model, or train this one with a lower learning rate",
+            )
         # From the highest down: a tiny temperature must not make all of them -inf.
         scaled = (log_probs - log_probs.max()).cpu().double() / self.temperature
         if self.top_k:

@@ -9,13 +9,13 @@ from __future__ import annotations
 
 import math
 from collections.abc import Callable
-from dataclasses import dataclass
+from dataclasses import dataclass, replace
 
 import torch
 import torch.nn.functional as F
 from torch import Tensor
 
-from protocol.errors import LeakError
+from protocol.errors import LeakError, UsageError
 from swarm.run import VOCABULARY, Noise
 
 
@@ -73,7 +73,7 @@ def leak_nats(
     table = targets.to(torch.float64)
     y = torch.multinomial(prior, samples, replacement=True, generator=generator)
     z = table[y] + sigma * torch.randn(samples, table.shape[1], generator=generator).double()
-    posterior = (log_prior + z @ table.T / sigma**2).log_softmax(-1)
+    posterior = (log_prior + z @ table.T / sigma / sigma).log_softmax(-1)  # its square may overflow
     # The same sample in both terms: their noise cancels.
     return float((posterior.gather(1, y[:, None])[:, 0] - log_prior[y]).mean())
 
@@ -88,12 +88,23 @@ def refuse_leak(noise: Noise, targets: Tensor, byte_probability: Tensor) -> floa
         return leak_nats(targets, byte_probability, sigma) <= noise.leak_limit_nats
 
     sigma = _smallest_that_passes(passes, noise.sigma_min)
+    wider = _allowed(noise, sigma)
     raise LeakError(
         f"at sigma_min {noise.sigma_min:g} the noised target still tells {leak:.3f} nats of the "
         f"byte it hides; the limit is {noise.leak_limit_nats:g}",
-        f"use --sigma-min {sigma:.3g} --sigma-max {max(noise.sigma_max, 2 * sigma):.3g}, or raise "
-        f"--leak-limit above {leak:.3f} to study the leak",
+        (f"use {wider}, or raise " if wider else "raise ")
+        + f"--leak-limit above {leak:.3f} to study the leak",
     )
+
+
+def _allowed(noise: Noise, sigma: float) -> str:
+    """The options for a range from this sigma on, if a run may have it."""
+    low, high = float(f"{sigma:.3g}"), float(f"{max(noise.sigma_max, 2 * sigma):.3g}")
+    try:
+        replace(noise, sigma_min=low, sigma_max=high)
+    except UsageError:
+        return ""
+    return f"--sigma-min {low:g} --sigma-max {high:g}"
 
 
 def adapt_interval(interval: Interval, measured_leak_nats: float, limit_nats: float) -> Interval:
@@ -109,7 +120,7 @@ def adapt_interval(interval: Interval, measured_leak_nats: float, limit_nats: fl
 
 def _smallest_that_passes(passes: Callable[[float], bool], low: float) -> float:
     high = low
-    while not passes(high):
+    while not passes(high) and high < 1e6:
         high *= 2.0
     for _ in range(12):
         middle = math.sqrt(low * high)

@@ -17,10 +17,11 @@ from swarm.generate import Sampling
 
 
 def sampled_log_probs(log_probs: Tensor, sampling: Sampling) -> Tensor:
-    """What `Sampling.choose` draws from: log-probabilities (..., 256) in float64.
+    """What `Sampling.choose` draws from: log-probabilities (..., 256) in float64, on the CPU.
 
     With temperature 0 everything is on the likeliest byte.
     """
+    log_probs = log_probs.cpu()  # not every device has float64, and generators are the CPU's
     if sampling.temperature == 0.0:
         best = log_probs.argmax(-1, keepdim=True)
         nothing = torch.full_like(log_probs, -torch.inf, dtype=torch.float64)
@@ -38,7 +39,7 @@ def choose_rows(log_probs: Tensor, sampling: Sampling, generator: torch.Generato
     if sampling.temperature == 0.0:
         return log_probs.argmax(-1)
     probabilities = sampled_log_probs(log_probs, sampling).exp()
-    return torch.multinomial(probabilities, 1, generator=generator)[:, 0]
+    return torch.multinomial(probabilities, 1, generator=generator)[:, 0].to(log_probs.device)
 
 
 def accept_greedy(draft: Sequence[int], best: Sequence[int]) -> list[int]:

@@ -229,7 +229,7 @@ def byte_scores(log_probs: Tensor, drafts: Tensor, sampling: Sampling) -> Tensor
     """The log-probability of each drafted byte, under the sampling if there is one."""
     if sampling.temperature > 0.0:
         log_probs = sampled_log_probs(log_probs, sampling)
-    return log_probs.gather(-1, drafts[..., None])[..., 0]
+    return log_probs.gather(-1, drafts[..., None].to(log_probs.device))[..., 0]
 
 
 def fan_out(cache: Cache, rows: int) -> None:

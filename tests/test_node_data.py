@@ -236,6 +236,14 @@ def test_bad_input_is_one_clear_line(tmp_path: Path) -> None:
         assert caught.value.hint
 
 
+@pytest.mark.parametrize("spec", ["", "~nobody-of-this-name/text.txt"])
+def test_what_is_no_path_is_not_there(spec: str) -> None:
+    """Above all it is not the folder that one happens to stand in."""
+    with pytest.raises(DataError) as caught:
+        load_corpus(spec)
+    assert caught.value.hint
+
+
 def test_a_misspelt_name_gets_a_suggestion() -> None:
     for wrong in ("wikitext2", "Wikitext-2", "wikitext_2"):
         with pytest.raises(DataError) as caught:

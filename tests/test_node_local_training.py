@@ -7,6 +7,7 @@ import json
 from collections.abc import Callable
 from dataclasses import replace
 from pathlib import Path
+from typing import Any
 
 import pytest
 import torch
@@ -134,10 +135,21 @@ def test_damaged_checkpoints(corpus: Corpus, tmp_path: Path) -> None:
         path.write_bytes(content)
         with pytest.raises(ModelError, match="is damaged"):
             cut_off_run(folder)
-    for facts in ("[]", "{}", "{", json.dumps({"run": {}})):
+    described = json.loads(_header(whole)["__metadata__"]["blockswarm"])
+    endless = json.dumps({**described, "threads": float("inf")})
+    for facts in ("[]", "{}", "{", json.dumps({"run": {}}), "[" * 100_000, endless):
         save_file(tensors, path, {"blockswarm": facts})
         with pytest.raises(ModelError, match="is damaged"):
             cut_off_run(folder)
+    for change in ({"seconds": []}, {"before_bytes": float("inf")}, {"ce_before_nats": "low"}):
+        save_file(tensors, path, {"blockswarm": json.dumps({**described, **change})})
+        with pytest.raises(ModelError, match="is damaged"):
+            train(RUN, corpus, folder, resume=True)
+
+
+def _header(file: bytes) -> dict[str, Any]:
+    found: dict[str, Any] = json.loads(file[8 : 8 + int.from_bytes(file[:8], "little")])
+    return found
 
 
 def test_refusals_before_any_work(corpus: Corpus, tmp_path: Path) -> None:

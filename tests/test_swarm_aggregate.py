@@ -68,7 +68,7 @@ def test_tiny_updates_cannot_clip_the_others_to_nothing() -> None:
 @pytest.mark.parametrize("length", [0, 1, 62, 63, 300])
 @pytest.mark.parametrize("liars", [1, 3])
 def test_half_of_the_senders_cannot_shrink_a_block_to_a_halt(length: int, liars: int) -> None:
-    """Empty updates cost no work. If they were a measure, all others would be clipped to nothing."""
+    """Empty updates cost no work. If they were a measure, they would clip the others to nothing."""
     usual = [FixedUpdate(4, None, ints(1000, i, 0, 0)) for i in range(liars)]
     short = [FixedUpdate(4, None, ints(0, 0, length, i)) for i in range(min(length, 1) * liars)]
     short += [FixedUpdate(4, None, ints(0, 0, 0, 0))] * (liars - len(short))

@@ -25,6 +25,7 @@ def test_bits_per_byte_and_perplexity() -> None:
     assert uniform.bits_per_byte == pytest.approx(8.0)
     assert uniform.perplexity == pytest.approx(256.0)
     assert Evaluation(0.0, (), 1).perplexity == 1.0
+    assert Evaluation(5000.0, (), 1).perplexity == math.inf  # a model that diverged
 
 
 def test_nll_sum() -> None:

@@ -10,7 +10,7 @@ import pytest
 import torch
 from conftest import ALL_KINDS, MakeModel, MakeRun
 
-from protocol.errors import UsageError
+from protocol.errors import ModelError, UsageError
 from swarm.composition import ComposedModel
 from swarm.generate import Sampling, generate
 
@@ -117,6 +117,19 @@ def test_choose_follows_the_distribution() -> None:
     cold = shares(Sampling(0.5))
     squares = {65: 0.36 / 0.46, 66: 0.09 / 0.46, 67: 0.01 / 0.46}
     assert cold == pytest.approx(squares, abs=0.03)
+
+
+def test_a_prediction_that_is_no_number_is_an_error_not_a_crash(
+    tiny_run: MakeRun, tiny_model: MakeModel
+) -> None:
+    """Weights may be finite and still too large to compute with."""
+    model = tiny_model(tiny_run())
+    with torch.no_grad():
+        for block in model.blocks:
+            assert block is not None and block.head is not None
+            block.head.weight.copy_(block.head.weight.sign() * 3e38)
+    with pytest.raises(ModelError, match="not a number"):
+        list(generate(model, b"a", 4, Sampling()))
 
 
 def test_without_a_block_it_still_writes(tiny_run: MakeRun, tiny_model: MakeModel) -> None:

@@ -240,6 +240,17 @@ def test_a_refusal_names_a_range_that_then_passes(
     refuse_leak(studied, targets, prior)
 
 
+def test_a_refusal_names_no_range_that_would_be_refused() -> None:
+    noise = Noise(leak_limit_nats=1e-16)
+    with pytest.raises(LeakError) as refused:
+        refuse_leak(noise, target_table(0, 8), natural_prior())
+    assert "--sigma-min" not in refused.value.hint and "--leak-limit" in refused.value.hint
+
+
+def test_huge_sigmas_tell_nothing() -> None:
+    assert abs(leak_nats(target_table(0, 8), natural_prior(), 1e200)) < 1e-6
+
+
 def test_the_default_range_passes_for_text() -> None:
     noise = Noise()
     leak = refuse_leak(noise, target_table(0, 128), natural_prior())
