@@ -9,7 +9,7 @@ from __future__ import annotations
 
 import asyncio
 import logging
-from collections.abc import Callable
+from collections.abc import Callable, Collection
 from dataclasses import dataclass
 
 from node.fetch import Peers
@@ -64,8 +64,10 @@ class Exchange:
         peers: Peers,
         run_time_s: Callable[[], float],
         hear: Callable[[act.Event], None],
+        contributors: Callable[[], Collection[str]] = tuple,
     ) -> None:
         self.settings, self.peers, self.run_time_s, self.hear = settings, peers, run_time_s, hear
+        self.contributors = contributors  # of the last rounds: those whose votes may count
         self.me = peer_text(identity.peer_id)
         self._held: dict[bytes, Held] = {}  # by digest
         self._votes: dict[tuple[int, int, str], SignedVote] = {}  # (round, stage, voter)
@@ -153,14 +155,26 @@ class Exchange:
     # Votes.
 
     def keep_vote(self, vote: Vote, signed: SignedVote) -> None:
+        """For others to ask for. Where there is no room, one who counts displaces a stranger."""
         key = (vote.round, vote.stage, vote.voter)
-        if vote.voter == self.me or len(self._votes) < VOTES_KEPT:
-            self._votes.setdefault(key, signed)
+        if key not in self._votes and vote.voter != self.me and len(self._votes) >= VOTES_KEPT:
+            counts = {self.me, *self.contributors()}
+            stranger = next((k for k in self._votes if k[2] not in counts), None)
+            if stranger is None or vote.voter not in counts:
+                return
+            del self._votes[stranger]
+        self._votes.setdefault(key, signed)
 
     def votes_of(self, number: int) -> list[SignedVote]:
-        """The votes of a round that we hold, our own first."""
+        """The votes of a round that we hold: our own first, then of those whose votes count."""
+        counts = frozenset(self.contributors())
         found = [(k, v) for k, v in self._votes.items() if k[0] == number]
-        return [v for _, v in sorted(found, key=lambda kv: (kv[0][2] != self.me, kv[0]))]
+
+        def place(held: tuple[tuple[int, int, str], SignedVote]) -> tuple[bool, bool, int, str]:
+            (_, stage, voter), _ = held
+            return voter != self.me, voter not in counts, stage, voter
+
+        return [vote for _, vote in sorted(found, key=place)]
 
     def own_vote(self, vote: Vote, signed: SignedVote) -> frozenset[str]:
         """Keep our own vote; who hears it already, in an answer that waited for it."""

@@ -111,7 +111,9 @@ class Replica:
         now = self._round_now()
         self.state = RoundState(self.me, settings.rules, log, warm_until=max(now, 0), round=now)
         self.running = RunningWeights(trainer, listener.weights_lost)
-        self.exchange = Exchange(settings, identity, peers, run_time_s, self.hear)
+        self.exchange = Exchange(
+            settings, identity, peers, run_time_s, self.hear, lambda: self.state.log.inclusions()
+        )
         self.muted = False  # over its budget: it hears and trains, and moves no bulk
         self._aggregation = Aggregation()
         self._decided = asyncio.Event()  # the exchange of this round has led to a step

@@ -14,9 +14,10 @@ Of the heads that count, those that are fresh are compared: within FRESH rounds 
 two equal sides.) The one signed by more peers wins, ties go to the lower digest. We are one of the
 peers.
 
-Known limits: two sides that never had a contributor in common take each other for strangers and
-stay apart once their logs are no longer young; whoever has more identities in our log than there
-are honest contributors wins.
+Known limits: a log of no more than YOUNG entries makes no contributors, so a run's beginning is
+decided by who shows up; two sides that lived apart from the run's beginning for longer take each
+other for strangers and stay apart; whoever has more identities in our log than there are honest
+contributors wins.
 """
 
 from __future__ import annotations
@@ -30,6 +31,7 @@ from swarm.log import ConsensusLog, Entry, MoveMode, MovePlan
 
 FRESH = 2
 AWAY = 16  # rounds after which those who stood still no longer speak for the block
+YOUNG = 16  # entries of a log that does not say yet who belongs to the block
 REBASE_DEPTH = 4
 
 

@@ -11,7 +11,7 @@ from dataclasses import replace
 
 from swarm import actions as act
 from swarm.clock import exchange_opens_s
-from swarm.forks import SignedHead, Word, move_mode, support, winner
+from swarm.forks import YOUNG, SignedHead, Word, move_mode, support, winner
 from swarm.log import Entry, LogError, MoveMode, check_chain
 from swarm.round_state import Phase, RoundState, Sync, active, with_stage
 from swarm.votes import UpdateRef
@@ -86,11 +86,13 @@ def _next_round(state: RoundState) -> int:
 def _words(state: RoundState) -> Callable[[str], Word]:
     """Whose word weighs what, as this replica sees it.
 
-    In a young swarm, where the first rounds may have been decided apart, nobody is a contributor
-    or senior and all count; we must not be the first to think that we are.
+    In a young swarm nobody is senior, and all count; we must not be the first to think that we
+    are. Nor does a young log make contributors: its rounds may have been decided apart, by hosts
+    that had not found each other yet.
     """
     mature = state.round - state.warm_until >= 2 * state.trust.rules.seniority
-    contributors = state.log.contributors() if mature else frozenset()
+    young = len(state.log.entries) <= YOUNG
+    contributors = frozenset() if young else state.log.contributors()
 
     def word(peer: str) -> Word:
         if peer in contributors:
