@@ -22,12 +22,11 @@ import torch
 
 from benchmarks.wire_bytes import control_bytes, follow_bytes, pull_bytes
 from node.consensus import TREND_ROUNDS
-from node.trainer_process import followed_blocks
 from node.windows import WindowStream, stream_seed
 from protocol.errors import BlockswarmError, WireError
 from swarm.aggregate import Rule, aggregate, clip_scale, norm_limit
 from swarm.composition import ComposedModel
-from swarm.coupling import composed_versions, upstream_versions
+from swarm.coupling import composed_versions, followed_blocks, upstream_versions
 from swarm.feedback import unsent
 from swarm.fixed_point import (
     QUANTUM_BITS,
@@ -243,14 +242,14 @@ class ExchangeSwarm:
         self.moved = Moved()
         self._blocks = [frozen_copy(initial_block(run, b)) for b in range(len(replicas))]
         steps = run.training.copy_steps
+        followed = [followed_blocks(run.model, b) for b in range(len(replicas))]
         self._copies = [  # what each worker reads: group, member, block -> copy
             [
-                {other: MovingCopy(self._blocks[other], steps) for other in followed_blocks(run, b)}
+                {other: MovingCopy(self._blocks[other], steps) for other in followed[b]}
                 for _ in range(count)
             ]
             for b, count in enumerate(replicas)
         ]
-        followed = [followed_blocks(run, b) for b in range(len(replicas))]
         self._followers = [
             sum(n for n, read in zip(replicas, followed, strict=True) if block in read)
             for block in range(len(replicas))

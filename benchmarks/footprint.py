@@ -17,12 +17,15 @@ from collections.abc import Callable
 from dataclasses import replace
 from typing import Any
 
+import numpy as np
 import torch
 from torch.profiler import ProfilerActivity, profile
 
 from benchmarks import harness
 from node.memory import keep_freed_memory
-from swarm.moving_copy import frozen_copy
+from swarm.coupling import followed_blocks
+from swarm.flat import flat_weights
+from swarm.moving_copy import MovingCopy
 from swarm.reference import ReferenceWorker
 from swarm.run import Coupling, ModelShape, Run
 from swarm.worker import BlockWorker, initial_block
@@ -72,12 +75,22 @@ def step_of(name: str, coupling: Coupling | None, block: int) -> Callable[[], An
         return lambda: reference.step(x, y)
     whole = Run(model=replace(shape, coupling=coupling))
     worker = BlockWorker(whole, block, CPU)
-    held = range(block) if coupling != "independent" else range(0)
-    upstream = [frozen_copy(initial_block(whole, before)) for before in held]
-    ahead = None
-    if coupling == "look_ahead" and block + 1 < shape.blocks:
-        ahead = frozen_copy(initial_block(whole, block + 1))
-    return lambda: worker.step(x, y, upstream, ahead)
+    copies = {other: _moving_copy(whole, other) for other in followed_blocks(whole.model, block)}
+
+    def step() -> None:
+        read = {other: moving.move() for other, moving in copies.items()}
+        upstream = [read[other] for other in read if other < block]
+        worker.step(x, y, upstream, read.get(block + 1))
+
+    return step
+
+
+def _moving_copy(run: Run, block: int) -> MovingCopy:
+    """A copy on its way to a version of which the host holds the weights, as in a swarm."""
+    copy = MovingCopy(initial_block(run, block), run.training.copy_steps)
+    version = torch.from_numpy(flat_weights(copy.block).astype(np.float16))
+    copy.follow_flat(version)
+    return copy
 
 
 def speed_row(name: str, repeats: int) -> dict[str, Any]:

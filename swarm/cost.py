@@ -11,6 +11,7 @@ import math
 from typing import TYPE_CHECKING
 
 from protocol.codec import CodecId
+from swarm.coupling import followed_blocks
 from swarm.groups import MAX_GROUP, group_count
 from swarm.run import VOCABULARY, ModelShape, Objective, Run
 
@@ -24,8 +25,8 @@ WORKER_BYTES_PER_WEIGHT = 20  # fp32 weights, gradients, two moments of Adam, in
 # An fp32 vector shared with the node, two snapshots, the trend, room for the next consensus; and
 # the newest steps, whose size depends on how many weights the updates have.
 EXCHANGE_BYTES_PER_WEIGHT = 32
-# A followed block: its int32 consensus, the fp32 version that its copy moves to, and the copy.
-COPY_BYTES_PER_WEIGHT = 12
+# A followed block: its int32 consensus, the fp16 version that its copy moves to, and the copy.
+COPY_BYTES_PER_WEIGHT = 10
 LAYER_FLOATS_PER_WIDTH = 18  # kept for the backward pass, per byte of context
 HEAD_FLOATS = 2 * VOCABULARY  # the loss of a slice at a time: its logits and their softmax
 SAVED_BYTES_PER_WEIGHT = 2 * 16 + 2 * 4  # a checkpoint and the one that replaces it, two snapshots
@@ -48,13 +49,6 @@ def parameter_counts(shape: ModelShape, objective: Objective) -> tuple[int, ...]
         count += VOCABULARY * (width + 1)  # head
     relay_in = width**2 if shape.relays else 0
     return (count, *(count + relay_in for _ in range(1, shape.blocks)))
-
-
-def followed_blocks(shape: ModelShape, block: int) -> tuple[int, ...]:
-    """The blocks whose consensus a worker reads besides its own."""
-    before = tuple(range(block)) if shape.relays else ()
-    ahead = shape.coupling == "look_ahead" and block + 1 < shape.blocks
-    return (*before, block + 1) if ahead else before
 
 
 def worker_memory_bytes(runfile: RunFile, block: int | None = None) -> int:

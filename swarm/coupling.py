@@ -1,4 +1,4 @@
-"""Which version of which block a worker reads, and which versions compose into one model.
+"""Which blocks a worker reads, in which versions, and which versions compose into one model.
 
 Version v of a block is its weights at the start of round v; version 0 is its initialisation. In
 round r the worker of block b trains on forward-only copies of the blocks before it. Read all at
@@ -8,6 +8,15 @@ version it was trained against. Knows nothing of weights: only numbers.
 """
 
 from __future__ import annotations
+
+from swarm.run import ModelShape
+
+
+def followed_blocks(shape: ModelShape, block: int) -> tuple[int, ...]:
+    """The blocks whose copies a worker reads: those before it, and with look-ahead the next."""
+    before = tuple(range(block)) if shape.relays else ()
+    ahead = shape.coupling == "look_ahead" and block + 1 < shape.blocks
+    return (*before, block + 1) if ahead else before
 
 
 def upstream_versions(block: int, round_: int, staggered: bool) -> list[int]:

@@ -27,6 +27,7 @@ Ints = npt.NDArray[np.int64]
 Whole = npt.NDArray[np.signedinteger[Any]]  # int32, or int64 where it must be
 Quanta = npt.NDArray[np.int32]
 Floats = npt.NDArray[np.float32]
+Halves = npt.NDArray[np.float16]
 
 QUANTUM_BITS = 24
 VALUE_LIMIT = 2**31  # |value| of an update, in quanta: what int32 holds
@@ -203,15 +204,19 @@ def narrow(values: Whole) -> Whole:
     return values.astype(np.int32) if fits else values
 
 
-def to_float(consensus: Quanta, out: Floats | None = None) -> Floats:
-    """The fp32 weights of a consensus (in `out` if there is one): one correctly rounded division by
-    a power of two."""
-    made: Floats = np.empty(consensus.shape, dtype=np.float32) if out is None else out
+def to_float(consensus: Quanta) -> Floats:
+    """The fp32 weights of a consensus: one correctly rounded division by a power of two."""
+    made: Floats = np.empty(consensus.shape, dtype=np.float32)
+    write_floats(consensus, made)
+    return made
+
+
+def write_floats(consensus: Quanta, out: Floats | Halves) -> None:
+    """The same into `out`, in its precision."""
     for start in range(0, len(consensus), SEGMENT):  # in the cache
         part = consensus[start : start + SEGMENT].astype(np.float64)
         part *= 2.0**-QUANTUM_BITS
-        made[start : start + SEGMENT] = part
-    return made
+        out[start : start + SEGMENT] = part
 
 
 def to_fixed(weights: Floats) -> Quanta:

@@ -5,6 +5,10 @@ another one once a round, and the worker spends the round on getting used to it.
 part of the way in each step, copies are slow averages of their block's versions, as the targets of
 other methods of delayed learning are. Decides how they move; which version they follow is
 `coupling`'s business.
+
+A version to move to may be given in half precision, and in a swarm it is: it is as large as the
+copy itself, a worker holds one for every block that it reads, and three digits are enough for
+something that is a round old.
 """
 
 from __future__ import annotations
@@ -46,8 +50,13 @@ class MovingCopy:
 
     def move(self) -> Block:
         """One step's part of the way; the block, for this step."""
-        if self._target is not None:
+        if self._target is None:
+            return self.block
+        if self._target[0].dtype is self._own[0].dtype:
             torch._foreach_lerp_(self._own, self._target, self.part)
+        else:
+            for own, target in zip(self._own, self._target, strict=True):  # one at a time: no room
+                own.lerp_(target.to(own.dtype), self.part)
         return self.block
 
 

@@ -17,7 +17,6 @@ from swarm.cost import (
     disk_bytes,
     expected_gb_per_day,
     expected_update_bytes,
-    followed_blocks,
     parameter_counts,
     worker_memory_bytes,
 )
@@ -69,13 +68,6 @@ def test_memory_grows_with_what_is_held() -> None:
     alone = replace(TINY, run=replace(TINY.run, model=ModelShape(coupling="independent")))
     assert worker_memory_bytes(alone) < worker_memory_bytes(TINY)
     assert worker_memory_bytes(preset("large", "x")) > 10 * worker_memory_bytes(TINY)
-
-
-def test_followed_blocks() -> None:
-    ahead, relay = ModelShape(coupling="look_ahead"), ModelShape(coupling="relay")
-    assert followed_blocks(ahead, 0) == (1,) and followed_blocks(ahead, 2) == (0, 1, 3)
-    assert followed_blocks(ahead, 3) == (0, 1, 2) == followed_blocks(relay, 3)
-    assert followed_blocks(ModelShape(coupling="independent"), 3) == ()
 
 
 @pytest.mark.parametrize("codec", ["topk:0.02:2:overall", "topk:0.05:4", "topk:0.005:2", "int8"])

@@ -5,7 +5,8 @@ from __future__ import annotations
 from hypothesis import given
 from hypothesis import strategies as st
 
-from swarm.coupling import composed_versions, oldest_needed, upstream_versions
+from swarm.coupling import composed_versions, followed_blocks, oldest_needed, upstream_versions
+from swarm.run import ModelShape
 
 blocks_and_rounds = st.tuples(st.integers(1, 12), st.integers(0, 40))
 
@@ -71,3 +72,10 @@ def test_newest_versions_would_not_do() -> None:
     assert composed_versions(4, 6, staggered=True) == [3, 4, 5, 6]
     assert upstream_versions(3, 1, staggered=True) == [0, 0, 1]
     assert oldest_needed(4, 6, staggered=True) == 3
+
+
+def test_followed_blocks() -> None:
+    ahead, relay = ModelShape(coupling="look_ahead"), ModelShape(coupling="relay")
+    assert followed_blocks(ahead, 0) == (1,) and followed_blocks(ahead, 2) == (0, 1, 3)
+    assert followed_blocks(ahead, 3) == (0, 1, 2) == followed_blocks(relay, 3)
+    assert followed_blocks(ModelShape(coupling="independent"), 3) == ()

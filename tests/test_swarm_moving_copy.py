@@ -46,6 +46,19 @@ def test_one_step_is_a_jump(tiny_run: MakeRun) -> None:
     assert (flat_weights(moving.move()) == flat_weights(target)).all()  # to the bit
 
 
+def test_a_version_in_half_precision_is_followed_as_well(tiny_run: MakeRun) -> None:
+    run = tiny_run()
+    moving, target = MovingCopy(filled(run, 1.0), 4.0), initial_block(run, 0)
+    exact = torch.from_numpy(flat_weights(target))
+    moving.follow_flat(torch.zeros_like(exact, dtype=torch.float16))
+    moving.follow_flat(exact.half())
+    for _ in range(100):
+        moving.move()
+    reached = torch.from_numpy(flat_weights(moving.block))
+    assert reached.dtype is torch.float32
+    assert torch.allclose(reached, exact, rtol=2**-10, atol=1e-6)
+
+
 def test_a_flat_vector_is_followed_and_may_be_renewed_in_place(tiny_run: MakeRun) -> None:
     run = tiny_run()
     moving, target = MovingCopy(filled(run, 1.0), 2.0), initial_block(run, 0)
