@@ -24,6 +24,7 @@ from benchmarks.unfinished import Unfinished
 from node.data import benchmark_corpus
 from node.memory import keep_freed_memory
 from node.windows import WindowStream, evaluation_windows, stream_seed
+from protocol.errors import DataError
 from swarm.composition import ComposedModel, fit_composition
 from swarm.evaluate import honest_ce, nll_sum, teacher_forced_ce
 from swarm.local import LocalSwarm
@@ -172,15 +173,17 @@ def _add_adamw(add: Callable[..., None], headline: float, other: float) -> None:
     add(name, other, look_ahead_weight=3.0, **jump)
 
 
-def measure(variant: Variant, unfinished: Path | None = None) -> dict[str, Any]:
+def measure(
+    variant: Variant, unfinished: Path | None = None, origin: dict[str, str] | None = None
+) -> dict[str, Any]:
     """Train one row and evaluate it, on one thread; go on with what is in the folder
-    `unfinished`."""
+    `unfinished`, if it is of the same `origin` as the code that runs."""
     keep_freed_memory()
     torch.set_num_threads(1)
     torch.use_deterministic_algorithms(True)
     run, text = variant.run, Text(variant)
     learner: Learner = EndToEnd(variant) if variant.end_to_end else Blocks(variant)
-    kept = Unfinished(unfinished, variant.key, harness.origin()) if unfinished else None
+    kept = Unfinished(unfinished, variant.key, origin) if unfinished and origin else None
     clock = train(variant, learner, text, kept)
     began_s = time.process_time()
     result = learner.result(text)
@@ -217,9 +220,14 @@ class Text:
             )
             for number in range(streams)
         ]
-        tail = corpus.valid[-2 * FIT_BYTES :]
+        fit_bytes = min(FIT_BYTES, variant.evaluation_bytes)
         self.held_out = _windows(corpus.valid, context, variant.evaluation_bytes)
-        self.fit = torch.cat(_windows(tail, context, min(FIT_BYTES, variant.evaluation_bytes)))
+        self.fit = torch.cat(_windows(corpus.valid[-2 * fit_bytes :], context, fit_bytes))
+        if variant.evaluation_bytes + 2 * fit_bytes > len(corpus.valid):
+            raise DataError(
+                f"valid has {len(corpus.valid)} bytes: what is fitted on would be reported too",
+                "take a longer text, or fewer bytes to evaluate on",
+            )
 
     def batch(self, step: int, stream: int = 0) -> tuple[torch.Tensor, torch.Tensor]:
         chosen = self.streams[stream % len(self.streams)]
@@ -435,7 +443,9 @@ def main() -> None:
         "seeds": [0, 1, 2],
     }
     table = variants(options.quick)
-    resuming = partial(measure, unfinished=options.out.parent / "unfinished")
+    # Asked once, before anything is measured: a commit made meanwhile is not the code that runs.
+    unfinished, origin = options.out.parent / "unfinished", harness.origin()
+    resuming = partial(measure, unfinished=unfinished, origin=origin)
     harness.measure_rows(options, "quality", table, resuming, figures, facts)
 
 

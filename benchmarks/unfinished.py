@@ -34,7 +34,10 @@ class Unfinished:
         write_tensors(self.path, tensors, said)
 
     def load(self) -> tuple[dict[str, torch.Tensor], dict[str, Any]] | None:
-        """What was saved last; None if there is nothing, or nothing of this row and code."""
+        """What was saved last; None if there is nothing, or nothing of this row and code. Code with
+        changes that no commit has may be any."""
+        if self.origin["commit"].endswith("-dirty"):
+            return None
         try:
             tensors, said = read_tensors(self.path)
         except (FileNotFoundError, DamagedFile):

@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 from collections.abc import Iterator
+from dataclasses import replace
 from pathlib import Path
 from typing import Any
 
@@ -13,8 +14,10 @@ import torch
 from benchmarks import harness, quality, quality_table
 from benchmarks.unfinished import Unfinished
 from node.data import Corpus
+from protocol.errors import DataError
 
 TINY = {"width": 32, "heads": 2, "context": 32, "batch": 4, "steps": 24, "steps_per_round": 5}
+ORIGIN = {"commit": "abc", "cpu": "x"}
 TIMES = ("cpu_seconds", "training_cpu_s")
 
 
@@ -25,7 +28,7 @@ class Cut(Exception):
 @pytest.fixture(autouse=True)
 def _own_text_and_settings(monkeypatch: pytest.MonkeyPatch) -> Iterator[None]:
     text = np.frombuffer(Path(__file__).read_bytes() * 8, dtype=np.uint8)
-    corpus = Corpus("this file", "here", "", text[:16000], text[:8000], text[:100])
+    corpus = Corpus("this file", "here", "", text[:16000], text[16000:32000], text[:100])
     monkeypatch.setattr(quality, "benchmark_corpus", lambda: corpus)
     threads = torch.get_num_threads()
     yield
@@ -61,13 +64,13 @@ def test_a_row_that_was_cut_off_goes_on_to_the_same_result(
     with monkeypatch.context() as patch:
         cut_after(quality.EndToEnd if end_to_end else quality.Blocks, 17, patch)
         with pytest.raises(Cut):
-            quality.measure(row, tmp_path)
+            quality.measure(row, tmp_path, ORIGIN)
     [kept] = tmp_path.iterdir()
     seen: list[int] = []
     with monkeypatch.context() as patch:
         batch = quality.Text.batch
         patch.setattr(quality.Text, "batch", lambda s, n, *a: (seen.append(n), batch(s, n, *a))[1])
-        again = quality.measure(row, tmp_path)
+        again = quality.measure(row, tmp_path, ORIGIN)
     assert min(seen) == 16  # the last twelfth before the cut
     assert {k: v for k, v in again.items() if k not in TIMES} == {
         k: v for k, v in whole.items() if k not in TIMES
@@ -83,12 +86,20 @@ def test_what_is_of_another_row_other_code_or_broken_is_not_gone_on_with(tmp_pat
     kept.save(*quality.Blocks(row).state())
     assert kept.load() is not None
     assert Unfinished(tmp_path, row.key, {**origin, "commit": "abd"}).load() is None
+    dirty = Unfinished(tmp_path, "dirty", {**origin, "commit": "abc-dirty"})
+    dirty.save({}, {"step": 1})
+    assert dirty.load() is None
     kept.path.rename(Unfinished(tmp_path, "another", origin).path)
     assert Unfinished(tmp_path, "another", origin).load() is None
     kept.path.write_bytes(b"\x08\0\0\0\0\0\0\0nonsense")
     assert kept.load() is None
     kept.remove()
     assert not kept.path.exists()
+
+
+def test_what_is_fitted_on_is_not_reported() -> None:
+    with pytest.raises(DataError, match="16000 bytes"):
+        quality.Text(replace(variant(), evaluation_bytes=6000))
 
 
 def test_the_origin_of_a_row_names_code_and_cpu() -> None:
