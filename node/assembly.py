@@ -12,6 +12,7 @@ import asyncio
 from collections import Counter
 from collections.abc import Awaitable, Callable, Sequence
 from dataclasses import dataclass
+from statistics import median_low
 from typing import Any, Protocol, TypeVar
 
 from node.consensus import Consensus
@@ -241,7 +242,11 @@ class Assembler:
             self._records[block] = ()
 
     async def _donors(self, block: int) -> Sequence[str]:
-        found = sorted(self._records[block], key=lambda s: -s.record.head_round)
+        """Those that have what most have come first; beyond that a claim earns nothing, or whoever
+        claims the newest round would be all whom we ask."""
+        records = self._records[block]
+        usual = median_low(s.record.head_round for s in records) if records else 0
+        found = sorted(records, key=lambda s: s.record.head_round < usual)
         return [peer_text(signed.peer_id) for signed in found]
 
     async def _bring(self, block: int, to_round: int) -> str | None:

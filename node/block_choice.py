@@ -4,7 +4,8 @@ Reads the records of every block and asks `swarm.assignment`. A block is full at
 would need groups, which the live node does not have yet; a person is told, not left out silently.
 
 A record says the round that its owner was in, so whoever was killed counts for some rounds more and
-no longer, though its record lives on. A block that nobody has is in greater need than one with too
+no longer, though its record lives on; one that claims a round which has not begun is made up and
+does not count. A block that nobody has is in greater need than one with too
 few hosts: while there is one, a single host is enough for each block and the others may leave.
 """
 
@@ -17,7 +18,7 @@ from dataclasses import dataclass, replace
 from node.network import Network
 from protocol.errors import UsageError, WireError
 from protocol.identity import peer_text
-from protocol.records import Role
+from protocol.records import Record, Role
 from swarm.assignment import (
     BlockView,
     HostLimits,
@@ -32,6 +33,7 @@ from swarm.groups import MAX_GROUP
 from swarm.runfile import RunFile
 
 FRESH_ROUNDS = 3  # a host not heard for longer is gone
+AHEAD_ROUNDS = 1  # its clock may be a little ahead of ours
 UNLIMITED = 1 << 60
 
 
@@ -90,8 +92,19 @@ async def hosts_of(network: Network, block: int, number: int) -> tuple[str, ...]
         for signed in await network.replicas(block)
         if signed.peer_id != network.peer_id
         and signed.record.role & Role.REPLICA
-        and signed.record.round >= number - FRESH_ROUNDS
+        and credible(signed.record, number)
+        and fresh(signed.record, number)
     )
+
+
+def credible(record: Record, number: int) -> bool:
+    """Whether an honest peer can say so in round `number`. Before the first all say 0."""
+    return record.round <= max(number, 0) + AHEAD_ROUNDS
+
+
+def fresh(record: Record, number: int) -> bool:
+    """Whether its owner was there lately."""
+    return record.round >= number - FRESH_ROUNDS
 
 
 async def _look(network: Network, run_file: RunFile, block: int, number: int) -> _Seen:

@@ -10,12 +10,12 @@ from __future__ import annotations
 
 import asyncio
 import logging
-import time
 from collections.abc import Callable, Mapping, Sequence
 from contextlib import suppress
 from dataclasses import dataclass
 from typing import Protocol
 
+from node.block_choice import credible, fresh
 from node.board import ReplicaBoard
 from node.canary import CanaryWatch
 from node.copies import Copies
@@ -23,6 +23,7 @@ from node.event_log import EventLog
 from node.exchange import ReplicaSettings
 from node.first_consensus import first_consensus
 from node.follow import Follower
+from node.going_on import going_on
 from node.host_events import EventWriter
 from node.host_settings import HostSettings
 from node.host_state import HostState
@@ -45,7 +46,7 @@ from swarm.clock import round_at
 from swarm.events import LogEvent
 from swarm.flat import flat_size, initial_flat
 from swarm.groups import MAX_GROUP
-from swarm.log import Entry
+from swarm.log import ConsensusLog, Entry
 from swarm.round_state import RoundRules
 from swarm.runfile import RunFile
 from swarm.updates import UpdateCodec
@@ -172,6 +173,7 @@ class BlockWork:
         rules = self.premises.rules
         number = round_at(self.now_s(), rules.start_s, rules.period_s)
         self.copies.adopt(followers)
+        self.network.standings.works_on(self.block, self._log_of)
         copies = asyncio.create_task(self.copies.catch_up(number))  # beside the slow start below
         try:
             await self.training.start(self.paused)
@@ -194,7 +196,7 @@ class BlockWork:
             self.network.service,
             self.replica,
             self.board.answer,
-            time.time,
+            self.network.clock,
             self.copies.held,
         )
         self._offer(self.replica.state.log.head.round)
@@ -335,10 +337,24 @@ class BlockWork:
     def _on_record(self, event: act.PeerRecord) -> None:
         self.replica.hear(event)
 
+    def _log_of(self, block: int) -> ConsensusLog | None:
+        """The log of our block, or of one that we follow."""
+        if block == self.block:
+            return self.replica.state.log
+        held = self.copies.held(block)
+        return None if held is None else held[0]
+
     async def _donors(self, block: int) -> Sequence[str]:
+        """Whom to ask for another block's log: in the order of the lookup, which no claim changes.
+
+        The round in a record is such a claim. It only tells who has not been here for a while.
+        """
+        rules = self.premises.rules
+        number = round_at(self.now_s(), rules.start_s, rules.period_s)
         found = await self.network.replicas(block, cap=8)
-        newest = sorted(found, key=lambda s: -s.record.round)
-        return [peer_text(s.peer_id) for s in newest if s.peer_id != self.network.peer_id]
+        usable = [s for s in found if credible(s.record, number)]
+        usable.sort(key=lambda s: not fresh(s.record, number))
+        return [peer_text(s.peer_id) for s in usable if s.peer_id != self.network.peer_id]
 
     async def _discover(self) -> None:
         """Look the block's replicas up: often while alone, else now and then.
@@ -348,7 +364,7 @@ class BlockWork:
         """
         period_s = self.premises.rules.period_s
         while True:
-            with suppress(WireError):
+            with going_on(_log, "looking for replicas", WireError):
                 await self.board.look_up()
             often_s, seldom_s = min(period_s / 2, 15.0), min(3 * period_s, 60.0)
             await asyncio.sleep(seldom_s if self.board.has_company else often_s)

@@ -2,34 +2,36 @@
 
 The DHT finds replicas that one has not met; those that one has met are shown the record directly,
 which takes one round trip instead of a walk; of two that are ready at different times only the
-first asks (`held_answers`). Decides whom it is shown to and whose records are kept. Knows nothing
-of what a record leads to.
+first asks (`held_answers`). Whom it is shown to and whose records are kept is decided in `notices`.
+Knows nothing of what a record leads to.
 """
 
 from __future__ import annotations
 
 import asyncio
 import contextlib
-import time
+import logging
 from collections.abc import Awaitable, Callable
 from dataclasses import replace
 
 from node.fetch import Peers
+from node.going_on import going_on
 from node.held_answers import HeldAnswers
 from node.network import Network
+from node.notices import DHT, PEERS_SHOWN, UNPROVEN_SHOWN, Notices
 from protocol import messages
 from protocol.errors import WireError
 from protocol.identity import peer_text
-from protocol.limits import PEER_ID_BYTES
+from protocol.limits import PEER_ID_BYTES, RECORDS_PER_ANNOUNCE
 from protocol.payloads import announce_of, unpack_records
 from protocol.records import Record, SignedRecord, verify
 from swarm import actions as act
 from swarm.votes import UpdateRef
 
+_log = logging.getLogger(__name__)
+
 SHOW_S = 5.0
 HOLD_S = 1.0  # an answer waits for our own record
-PEERS_SHOWN = 64
-PEERS_MET = 512
 
 Quiet = Callable[[], Awaitable[None]]  # returns when there is time
 
@@ -51,7 +53,7 @@ class ReplicaBoard:
         self.show_s = min(show_s, SHOW_S)
         self._answers = HeldAnswers(min(self.show_s / 2, HOLD_S))
         self._own: SignedRecord | None = None
-        self._met: dict[bytes, SignedRecord] = {}  # the newest record of each replica
+        self.notices = Notices(network.standings, network.clock)
         self._storing: asyncio.Task[None] | None = None
         self._stored = False  # whether our last record got into the DHT
         self._addresses: tuple[str, ...] = ()
@@ -84,11 +86,11 @@ class ReplicaBoard:
         if self._storing is not None:
             # A slow walk of an older round must not end after this one: it would be signed later.
             self._storing.cancel()
-        wait, self._stored = quiet if self._stored and self._met else None, False
+        wait, self._stored = quiet if self._stored and self.has_company else None, False
         self._storing = storing = asyncio.create_task(self._store(record, wait))
         told = self._answers.say(own.record.round)
         try:
-            new = [peer for peer in self._latest() if peer_text(peer) not in told]
+            new = [peer for peer in self.notices.to_show() if peer_text(peer) not in told]
             await asyncio.gather(*(self._show(peer, own) for peer in new))
             with contextlib.suppress(asyncio.CancelledError):
                 await asyncio.shield(storing)
@@ -99,87 +101,74 @@ class ReplicaBoard:
     async def _store(self, record: Record, wait: Quiet | None) -> None:
         if wait is not None:
             await wait()
-        with contextlib.suppress(WireError):  # nobody there to keep it: the network says so once
+        # Nobody there to keep it, a WireError: the network says so once.
+        with going_on(_log, "storing our record", WireError):
             # Asked for again in every round, but not while the others wait for our record.
             self._addresses = await self.network.addresses()
             await self.network.announce(replace(record, addresses=self._addresses))
             self._stored = True
 
-    def _latest(self) -> list[bytes]:
-        """Whom to show it to: those heard last, of whom we know that they were alive."""
-        self._forget_expired()
-        ranked = sorted(self._met, key=lambda peer: -self._met[peer].expiration_s)
-        return ranked[:PEERS_SHOWN]
-
     async def look_up(self) -> None:
         """Find the replicas of the block in the DHT; show ourselves to those that are new."""
-        found = await self.network.replicas(self.block)
-        new = [s for s in found if s.peer_id not in self._met]
+        found = await self.network.replicas(self.block, cap=PEERS_SHOWN)
+        new = [s.peer_id for s in found if s.peer_id not in self.notices]
         for signed in found:
             self.hear(signed)
         if self._own is not None:
-            await asyncio.gather(*(self._show(s.peer_id, self._own) for s in new))
+            # The others, of a flood, have their turn when we publish.
+            await asyncio.gather(*(self._show(peer, self._own) for peer in new[:UNPROVEN_SHOWN]))
 
     async def _show(self, peer: bytes, own: SignedRecord) -> None:
         if peer == self.network.peer_id:
             return
-        try:
+        answered = False
+        # Of a peer that is late or gone nothing is said; the round does not wait for it.
+        with going_on(_log, "showing our record", WireError):
             _, payload = await self.peers.ask(
                 peer_text(peer), announce_of(own), messages.AnnounceReply, self.show_s
             )
-            for claim in unpack_records(payload):
+            answered = True
+            for claim in unpack_records(payload, RECORDS_PER_ANNOUNCE):
                 if not self._holds(claim):
-                    self.hear(verify(*claim, time.time()))
-        except WireError:
-            return  # it is late or gone; the round does not wait for it
+                    self.hear(verify(*claim, self.network.clock()), peer)
+        self.notices.shown(peer, answered)
 
     def _holds(self, claim: tuple[bytes, bytes, bytes, float]) -> bool:
         """Whether this very record is here, verified: each answer has mostly such ones."""
         _, subkey, value, expiration_s = claim
-        known = self._met.get(subkey[-PEER_ID_BYTES:])
+        known = self.notices.get(subkey[-PEER_ID_BYTES:])
         return known is not None and (known.value, known.expiration_s) == (value, expiration_s)
 
     async def answer(self, signed: SignedRecord, asker: bytes) -> list[SignedRecord]:
-        """A record that somebody shows us; what to show in return, our own first."""
-        known = asker in self._met
-        self.hear(signed)
-        if known and signed.peer_id == asker:  # a newcomer needs what there is at once
-            await self._answers.until_said(peer_text(asker), signed.record.round)
+        """A record that somebody shows us; what to show in return, our own first.
+
+        Replicas show their own. One of somebody else is left aside: whoever it is can speak.
+        """
+        if signed.peer_id == asker:
+            known = asker in self.notices
+            self.network.standings.spoke(asker)
+            self.hear(signed, asker)
+            if known:  # a newcomer needs what there is at once
+                await self._answers.until_said(peer_text(asker), signed.record.round)
         return self.known()
 
-    def hear(self, signed: SignedRecord) -> None:
+    def hear(self, signed: SignedRecord, teller: bytes = DHT) -> None:
         """A verified record, from wherever. Of other runs and blocks, and older: left aside."""
         record = signed.record
         if record.run != self.network.settings.run_id or record.block != self.block:
             return
-        known = self._met.get(signed.peer_id)
-        if signed.peer_id == self.network.peer_id or signed.expiration_s <= time.time():
-            return
-        if known is not None and known.freshness >= signed.freshness:
-            return
-        if known is None and len(self._met) >= PEERS_MET:
-            self._forget_expired()
-            if len(self._met) >= PEERS_MET:
-                return
-        self._met[signed.peer_id] = signed
-        self.network.discovery.learn(signed)
-        self.on_record(record_event(signed))
-
-    def _forget_expired(self) -> None:
-        now = time.time()
-        self._met = {peer: s for peer, s in self._met.items() if s.expiration_s > now}
+        if signed.peer_id != self.network.peer_id and self.notices.hear(signed, teller):
+            self.network.discovery.learn(signed)
+            self.on_record(record_event(signed))
 
     @property
     def has_company(self) -> bool:
-        """Whether another replica has a record that is alive."""
-        self._forget_expired()
-        return bool(self._met)
+        """Whether another replica that spoke to us, or contributed, has a record that is alive."""
+        return self.notices.has_company
 
     def known(self) -> list[SignedRecord]:
-        """Our own record first, then the others' that are still alive, the freshest first."""
-        self._forget_expired()
-        alive = sorted(self._met.values(), key=lambda s: -s.expiration_s)
-        return ([self._own] if self._own else []) + alive
+        """Our own record first, then the others' that are still alive, the best known first."""
+        return ([self._own] if self._own else []) + self.notices.best_first()
 
 
 def record_event(signed: SignedRecord) -> act.PeerRecord:

@@ -63,7 +63,7 @@ async def run_clock(network: Network) -> RunClock:
         answer = await network.request(peer, hello, messages.HelloReply, deadline_s=CLOCK_S)
         return peer_text(peer), ClockSample(sent_s, answer.message.now_s, time.time())
 
-    known = [peer for peer, _ in network.discovery.book.latest(CLOCKS_ASKED)]
+    known = network.discovery.book.trusted(CLOCKS_ASKED)
     answers = await asyncio.gather(*(ask(peer) for peer in known), return_exceptions=True)
     for answer in answers:
         if not isinstance(answer, BaseException):

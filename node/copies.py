@@ -15,11 +15,11 @@ from contextlib import suppress
 from node.consensus import Consensus
 from node.fetch import Peers
 from node.follow import Donors, Follower, FollowSettings
+from node.going_on import going_on
 from node.trainer import TrainerError
-from node.trainer_process import followed_blocks
 from protocol.errors import WireError
 from protocol.messages import Purpose
-from swarm.coupling import upstream_versions
+from swarm.coupling import followed_blocks, upstream_versions
 from swarm.fixed_point import Quanta
 from swarm.flat import flat_size, initial_flat
 from swarm.log import ConsensusLog
@@ -47,11 +47,11 @@ class Copies:
         run_time_s: Callable[[], float],
         renew: Renew,
     ) -> None:
-        self.run_file, self.block = run_file, block
+        self.run_file, self.block, self._donors = run_file, block, donors
         self.run_time_s, self.renew = run_time_s, renew
         run, exchange = run_file.run, run_file.exchange
         self.followers: dict[int, Follower] = {}
-        for other in followed_blocks(run, block):
+        for other in followed_blocks(run.model, block):
             codec = UpdateCodec(exchange.codec, flat_size(initial_block(run, other)))
             settings = FollowSettings(
                 run_id,
@@ -68,7 +68,11 @@ class Copies:
 
     def adopt(self, followers: Mapping[int, Follower]) -> None:
         """Go on with copies that were followed before, for another block."""
-        self.followers.update({b: f for b, f in followers.items() if b in self.followers})
+        for block, follower in followers.items():
+            if block in self.followers:
+                # It asked the work on that other block for donors, and would keep all of it.
+                follower.donors = self._donors
+                self.followers[block] = follower
 
     def held(self, block: int) -> tuple[ConsensusLog, Consensus] | None:
         """What we have of a block that we follow, for whoever asks."""
@@ -139,9 +143,10 @@ class Copies:
 
     async def _advance(self, block: int, to_round: int) -> bool:
         follower = self.followers[block]
-        try:
-            async with asyncio.timeout(self.run_file.rounds.period_s):
-                return await follower.advance(to_round)
-        except (WireError, TimeoutError) as error:
-            _log.info("block %d: its copy stays at round %d: %s", block, follower.round, error)
-            return False
+        with going_on(_log, "following another block"):
+            try:
+                async with asyncio.timeout(self.run_file.rounds.period_s):
+                    return await follower.advance(to_round)
+            except (WireError, TimeoutError) as error:
+                _log.info("block %d: its copy stays at round %d: %s", block, follower.round, error)
+        return False

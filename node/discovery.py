@@ -2,7 +2,8 @@
 
 Decides what is announced (addresses that fit, a sequence number that grows), which claims of a
 lookup become records, and through whom a node joins again after it was cut off. Knows nothing of
-what peers do with each other; the DHT itself is `dht.py`'s, the rules for records `protocol/`'s.
+what peers do with each other; the DHT itself is `dht.py`'s, the rules for records `protocol/`'s,
+how well a peer is known `standing`'s.
 """
 
 from __future__ import annotations
@@ -13,7 +14,7 @@ import dataclasses
 import json
 import secrets
 import time
-from collections.abc import AsyncIterator, Callable, Iterable, Mapping
+from collections.abc import AsyncIterator, Callable, Iterable
 from pathlib import Path
 from typing import Any
 
@@ -21,6 +22,7 @@ from node.addresses import AddressError, in_order, split_peer, with_peer
 from node.dht import Lookup
 from node.gate import DaemonGone, Unreachable
 from node.ring import Ring
+from node.standing import Standing, Standings
 from node.transport import Transport
 from protocol import records
 from protocol.admission import RecordTable, read_entries, select
@@ -46,9 +48,14 @@ _BOOK_MAX_BYTES = 1024 * 1024
 
 
 class PeerBook:
-    """Addresses of peers that answered or have a verified record, the latest last. Bounded."""
+    """Addresses of peers that answered or have a verified record, the latest last.
 
-    def __init__(self, path: Path | None = None) -> None:
+    Bounded: of those with the least standing the oldest goes first, so that no flood of hearsay
+    takes the place of a peer that we have met.
+    """
+
+    def __init__(self, path: Path | None = None, standings: Standings | None = None) -> None:
+        self.standings = standings or Standings()
         self._peers: dict[bytes, tuple[str, ...]] = {}
         if path is not None:
             self._load(path)
@@ -62,28 +69,53 @@ class PeerBook:
             self._peers.pop(peer_id, None)
             self._peers[peer_id] = fresh
             if len(self._peers) > PEERS_REMEMBERED:
-                del self._peers[next(iter(self._peers))]
+                del self._peers[self._least()]
+
+    def _least(self) -> bytes:
+        of = self.standings.of
+        return next(peer for standing in Standing for peer in self._peers if of(peer) is standing)
 
     def addresses(self, peer_id: bytes) -> tuple[str, ...]:
         return self._peers.get(peer_id, ())
 
     def latest(self, count: int) -> list[tuple[bytes, tuple[str, ...]]]:
-        return list(reversed(self._peers.items()))[:count]
+        """Those of the best standing first; among equals the latest."""
+        newest_first = reversed(self._peers.items())
+        return sorted(newest_first, key=lambda entry: -self.standings.of(entry[0]))[:count]
+
+    def trusted(self, count: int) -> list[bytes]:
+        """Whose word about us (our clock, our address) we ask for, the best first.
+
+        Contributors, and no more others than them: together with us they are not outnumbered.
+        Before there are any, whoever has spoken to us; hearsay only as long as there is nobody.
+        """
+        ranked = [(self.standings.of(peer), peer) for peer, _ in self.latest(len(self))]
+        known = [peer for standing, peer in ranked if standing is Standing.CONTRIBUTOR]
+        met = [peer for standing, peer in ranked if standing is Standing.SPOKE]
+        if known:
+            return (known + met[: len(known)])[:count]
+        return (met or [peer for _, peer in ranked])[:count]
 
     def to_bytes(self) -> bytes:
         """Kept, so that a node whose seed peer is gone for ever still finds the swarm."""
-        lines = [[with_peer(a, peer) for a in known] for peer, known in self._peers.items()]
-        return json.dumps(lines, indent=0).encode()
+        kept: dict[str, list[list[str]]] = {"heard": [], "met": []}
+        for peer, known in self._peers.items():
+            tier = "met" if self.standings.of(peer) > Standing.HEARSAY else "heard"
+            kept[tier].append([with_peer(address, peer) for address in known])
+        return json.dumps(kept, indent=0).encode()
 
     def _load(self, path: Path) -> None:
         """A cache: what cannot be read is not there."""
         try:
             with open(path, "rb") as file:
-                lines = json.loads(file.read(_BOOK_MAX_BYTES))
-            for line in lines:
-                found = [split_peer(str(text)) for text in line]
-                self.remember(found[0][0], [address for _, address in found])
-        except (OSError, ValueError, TypeError, IndexError, RecursionError, AddressError):
+                kept = json.loads(file.read(_BOOK_MAX_BYTES))
+            for tier in ("heard", "met"):
+                for line in kept[tier]:
+                    found = [split_peer(str(text)) for text in line]
+                    if tier == "met":
+                        self.standings.spoke(found[0][0])
+                    self.remember(found[0][0], [address for _, address in found])
+        except (OSError, ValueError, TypeError, LookupError, RecursionError, AddressError):
             return
 
 
@@ -97,15 +129,17 @@ class Discovery:
         book: PeerBook,
         ledger: Ledger,
         clock: Callable[[], float] = time.time,
+        blocks: int | None = None,  # of the run, if that is known
     ) -> None:
         self.run_id = run_id
-        self.book = book
+        self.book, self.standings = book, book.standings
         self._identity = identity
         self._ledger = ledger
         self._clock = clock
         self._salt = secrets.token_bytes(16)  # nobody can grind identities that we prefer
-        self._stored = RecordTable(frozenset({run_id}))  # for others, as a node of the DHT
-        self._heard = RecordTable(frozenset({run_id}))  # verified ones from our own lookups
+        runs = frozenset({run_id})
+        self._stored = RecordTable(runs, blocks=blocks)  # for others, as a node of the DHT
+        self._heard = RecordTable(runs, blocks=blocks)  # verified ones from our own lookups
         self._looked_up: dict[int, float] = {}  # block -> when
         self._sequence = 0
         self._ring: Ring | None = None
@@ -142,7 +176,10 @@ class Discovery:
         met = await asyncio.gather(*(self._meet(peer, known) for peer, known in candidates.items()))
         if any(met):
             own_place = dht_key(self._identity.peer_id)  # who is near us, and who else is there
-            await self.ring.find([own_place], Lookup())
+            # Nodes that do not answer may lengthen this walk; who was met by then will do.
+            with contextlib.suppress(Stalled):
+                async with _at_most(LOOKUP_S):
+                    await self.ring.find([own_place], Lookup())
         return sum(met)
 
     async def _meet(self, peer_id: bytes, known: tuple[str, ...]) -> bool:
@@ -155,6 +192,7 @@ class Discovery:
         except (Unreachable, Stalled, DaemonGone, TimeoutError):
             return False
         if met:
+            self.standings.spoke(peer_id)
             self.book.remember(peer_id, known)
         return met
 
@@ -193,16 +231,26 @@ class Discovery:
 
     # --- others' records ------------------------------------------------------------------------
 
-    async def replicas(
-        self, block: int, cap: int = RECORDS_PER_REPLY, seen_rounds: Mapping[bytes, int] = {}
-    ) -> list[SignedRecord]:
-        """Look a block's records up: verified, the newest of each peer, at most `cap`."""
+    async def replicas(self, block: int, cap: int = RECORDS_PER_REPLY) -> list[SignedRecord]:
+        """Look a block's records up: verified, the newest of each peer, at most `cap`.
+
+        Peers that contributed to the block, as far as we have its log, come first. A walk that
+        takes too long (names of nodes are free, each costs a wait) ends with what it has found;
+        raises `Stalled` only if nobody has answered.
+        """
         lookup = Lookup()
         keys = [dht_key(name) for name in key_names(self.run_id, block)]
-        async with _at_most(LOOKUP_S):
-            await self.ring.find(keys, lookup)
+        try:
+            async with _at_most(LOOKUP_S):
+                await self.ring.find(keys, lookup)
+        except Stalled:
+            if not lookup.answers:
+                raise
+            own = [s for key in keys for s in self._stored.entries(key, self._clock())]
+            lookup.add([(s.key, s.subkey, s.value, s.expiration_s) for s in own])
         now_s = self._clock()
-        found = read_entries(lookup.entries(), now_s, cap, seen_rounds, self._salt)
+        seen = self.standings.seen_rounds(block)
+        found = read_entries(lookup.entries(), now_s, cap, seen, self._salt)
         self._looked_up[block] = now_s
         for signed in found:
             self.learn(signed)
@@ -220,7 +268,8 @@ class Discovery:
         blocks = {block} if block != BLOCK_NONE else {*self._looked_up, BLOCK_NONE}
         keys = [dht_key(name) for b in sorted(blocks) for name in key_names(self.run_id, b)]
         both = (t.entries(key, now_s) for key in keys for t in (self._heard, self._stored))
-        return select((s for some in both for s in some), now_s, cap, {}, self._salt)
+        seen = self.standings.seen_rounds(block)
+        return select((s for some in both for s in some), now_s, cap, seen, self._salt)
 
     async def for_stranger(self, block: int, cap: int) -> list[SignedRecord]:
         """For a PEERS_REQUEST. A stranger cannot make us look things up again and again."""

@@ -2,18 +2,25 @@
 
 Holds the block's consensus as of a chosen round and moves it forward by the updates that went into
 each round; only a first or a long-missed copy costs a snapshot. Asks several replicas and believes
-what most of them say of a round. Knows nothing of what the copy is used for.
+what most of them say of a round; once the copy's own log names contributors, what most of those
+say, as long as one of them answers. Knows nothing of what the copy is used for.
+
+Known limit: a first copy has no log to know contributors from. Who makes up most of the donors
+then is believed, and is what the copy calls contributors afterwards.
 """
 
 from __future__ import annotations
 
 import asyncio
+import logging
 from collections.abc import Awaitable, Callable, Sequence
 from dataclasses import dataclass
 
 from node.catch_up import consensus_at
 from node.consensus import Consensus
 from node.fetch import FetchError, LogFetcher, Peers, RemoteLog
+from node.going_on import going_on
+from node.standing import voters_first
 from protocol.errors import WireError
 from protocol.limits import CONTROL_DEADLINE_S
 from protocol.messages import Purpose
@@ -21,6 +28,8 @@ from swarm.fixed_point import to_fixed, to_float, weights_digest
 from swarm.flat import Floats
 from swarm.log import ConsensusLog, Entry, genesis
 from swarm.updates import UpdateCodec
+
+_log = logging.getLogger(__name__)
 
 DONORS_ASKED = 4
 ASKED_PER_LOOK_UP = 8  # so often the same donors are asked before they are looked up again
@@ -74,7 +83,7 @@ class Follower:
         if not left:
             found = await self.donors(self.settings.block)
             donors, left = (
-                [d for d in found if d not in self.liars][:DONORS_ASKED],
+                [d for d in voters_first(found, self.log) if d not in self.liars][:DONORS_ASKED],
                 ASKED_PER_LOOK_UP,
             )
         self._known = ([], 0)  # unless all goes well
@@ -112,10 +121,9 @@ class Follower:
 
     async def _ask_all(self, fetcher: LogFetcher, donors: Sequence[str]) -> dict[str, RemoteLog]:
         async def ask(donor: str) -> RemoteLog | None:
-            try:
+            with going_on(_log, "asking for a log", WireError):
                 return await fetcher.log([donor], self.log.head.digest, None)
-            except WireError:
-                return None
+            return None
 
         answers = await asyncio.gather(*(ask(donor) for donor in donors))
         logs = {d: a for d, a in zip(donors, answers, strict=True) if a is not None}
@@ -126,11 +134,14 @@ class Follower:
     def _choose(
         self, logs: dict[str, RemoteLog], to_round: int | None
     ) -> tuple[Entry | None, list[str]]:
-        """The entry to move to, and who has it: the newest that most of the donors have.
+        """The entry to move to, and who has it: the newest that most of the witnesses have.
 
         If no newer entry is with most of them: the best supported. A donor that made up rounds of
-        its own is alone with them.
+        its own is alone with them. Witnesses are the donors that may vote by our own log; without
+        such, all of them.
         """
+        voters = self.log.eligible_voters()
+        witnesses = [donor for donor in logs if donor in voters] or list(logs)
         holders: dict[bytes, list[str]] = {}
         newer: dict[bytes, Entry] = {}
         for donor, remote in logs.items():
@@ -139,9 +150,12 @@ class Follower:
                     holders.setdefault(entry.digest, []).append(donor)
                     newer[entry.digest] = entry
 
-        def rank(entry: Entry) -> tuple[bool, int, int, bytes]:
-            supporters = len(holders[entry.digest])
-            return 2 * supporters > len(logs), entry.round, supporters, entry.digest
+        def supported(entry: Entry) -> int:
+            return sum(donor in witnesses for donor in holders[entry.digest])
 
-        best = max(newer.values(), key=rank, default=None)
-        return best, holders[best.digest] if best else []
+        def rank(entry: Entry) -> tuple[bool, int, int, bytes]:
+            supporters = supported(entry)
+            return 2 * supporters > len(witnesses), entry.round, supporters, entry.digest
+
+        best = max(filter(supported, newer.values()), key=rank, default=None)
+        return best, voters_first(holders[best.digest], self.log) if best else []

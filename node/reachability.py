@@ -10,6 +10,7 @@ from __future__ import annotations
 import asyncio
 import dataclasses
 import ipaddress
+import logging
 import random
 import socket
 from collections import Counter
@@ -20,6 +21,7 @@ from typing import TYPE_CHECKING, Literal
 
 from node.addresses import AddressError, Scope, direct, host_port, parse, with_peer
 from node.gate import Backoff
+from node.going_on import going_on
 from protocol import messages
 from protocol.errors import WireError
 from protocol.identity import peer_text
@@ -27,6 +29,8 @@ from protocol.messages import DialOutcome
 
 if TYPE_CHECKING:
     from node.network import Network
+
+_log = logging.getLogger(__name__)
 
 ASKED = 3  # opinions that are wanted
 ASKED_AT_MOST = 9  # peers for them: some are busy, some see this host over a relay
@@ -176,7 +180,8 @@ class Reachability:
     async def run(self) -> None:
         attempt = 0
         while True:
-            with suppress(WireError):  # DaemonGone: it is being restarted
+            # DaemonGone, a WireError: it is being restarted.
+            with going_on(_log, "asking whether we can be reached", WireError):
                 await self._tell(await self.look())
             wait_s = {"yes": AGAIN_S, "no": AGAIN_AFTER_NO_S}.get(self.verdict.reachable)
             attempt = 0 if wait_s else attempt + 1
@@ -193,7 +198,7 @@ class Reachability:
         own = await network.transport.own_addresses()
         door = await door_of(own, settings.announce, network.daemon.port)
         request = messages.DialBack(run=network.settings.run_id, port=door.port)
-        known = [peer for peer, _ in network.discovery.book.latest(4 * ASKED_AT_MOST)]
+        known = network.discovery.book.trusted(4 * ASKED_AT_MOST)
         self._rng.shuffle(known)
 
         async def ask(peer: bytes) -> messages.DialBackReply:
@@ -225,7 +230,7 @@ async def opinions_of(
     found: list[Opinion] = []
 
     async def one(peer: bytes) -> None:
-        with suppress(WireError):
+        with going_on(_log, "an opinion on whether we can be reached", WireError):
             reply = await ask(peer)
             found.append(Opinion(peer_text(peer), reply.observed, reply.outcome))
 

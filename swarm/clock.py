@@ -5,7 +5,10 @@ Decides the correction to a local clock and the times of a round. Reads no clock
 A sample is one question to a peer: sent at, the peer's time, answered at (all in the clocks of
 their owners). The correction is the median over peers of their offsets, with ourselves among them
 at 0: then every replica lands on the same clock, the median one, and a minority of wrong or lying
-clocks moves nobody.
+clocks moves nobody. A majority moves us by MAX_OFFSET_S at most, which is also what a host may be
+off by when it joins.
+
+A local clock should not step; if it is set all the same, `shifted` takes the samples along.
 """
 
 from __future__ import annotations
@@ -14,7 +17,7 @@ from collections.abc import Mapping
 from dataclasses import dataclass, field
 from functools import cached_property
 
-MAX_OFFSET_S = 3600.0
+MAX_OFFSET_S = 120.0
 SAMPLES_PER_PEER = 8
 
 
@@ -42,7 +45,7 @@ class RunClock:
     samples: Mapping[str, tuple[ClockSample, ...]] = field(default_factory=dict)
 
     def with_sample(self, peer: str, sample: ClockSample) -> RunClock:
-        """Impossible samples (answered before asked, an hour off) are ignored."""
+        """Impossible samples (answered before asked, too far off) are ignored."""
         if sample.way_s < 0 or not abs(sample.offset_s) <= MAX_OFFSET_S:
             return self
         kept = (*self.samples.get(peer, ()), sample)[-SAMPLES_PER_PEER:]
@@ -50,6 +53,15 @@ class RunClock:
 
     def without(self, peer: str) -> RunClock:
         return RunClock({name: s for name, s in self.samples.items() if name != peer})
+
+    def shifted(self, by_s: float) -> RunClock:
+        """The same run time, now that the local clock was set by so much."""
+        moved = RunClock()
+        for peer, samples in self.samples.items():
+            for s in samples:
+                after = ClockSample(s.sent_s + by_s, s.peer_s, s.received_s + by_s)
+                moved = moved.with_sample(peer, after)
+        return moved
 
     @cached_property
     def correction_s(self) -> float:

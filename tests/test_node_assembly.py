@@ -208,6 +208,15 @@ def test_blocks_are_composed_staggered_and_bit_for_bit(swarm: Swarm) -> None:
         assert np.array_equal(weights_of(found, block), expected)
 
 
+def test_whoever_claims_the_newest_round_is_not_all_whom_we_ask() -> None:
+    """Records are free, and so is the round in them."""
+    honest = [Replica(b + 1 + 10 * i, b).live(6) for b in range(3) for i in range(5)]
+    lies = [Replica(60 + i, 2).live(9, flavour=1) for i in range(4)]
+    found = pull(Swarm(*honest, *lies).assembler())
+    assert found.versions == [4, 5, 6]
+    assert np.array_equal(weights_of(found, 2), to_float(honest[-1].versions[5]))
+
+
 def test_blocks_that_do_not_relay_are_each_at_their_newest() -> None:
     model = replace(RUN_FILE.run.model, coupling="independent")
     run_file = replace(RUN_FILE, run=replace(RUN_FILE.run, model=model))

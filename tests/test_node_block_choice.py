@@ -130,3 +130,12 @@ def test_the_first_choice_counts_who_is_there_now() -> None:
         chosen(Records(b0=[20] * 16), 0)
     records: Any = Records(b0=[20, 1])
     assert len(asyncio.run(hosts_of(records, 0, 20))) == 1
+
+
+def test_a_round_that_has_not_begun_is_nobodys() -> None:
+    run = tiny_run_file(blocks=BLOCKS)
+    records: Any = Records(b0=[20, 21, 22, 2**39], b1=[2**39] * 16, b2=[20])
+    assert len(asyncio.run(hosts_of(records, 0, 20))) == 2
+    assert asyncio.run(choose_block(records, run, None, UNLIMITED, 20)) == 1
+    before: Any = Records(b0=[0])  # the run begins in a while: all say 0
+    assert len(asyncio.run(hosts_of(before, 0, -7))) == 1

@@ -6,15 +6,24 @@ import asyncio
 import time
 from dataclasses import replace
 from pathlib import Path
+from types import SimpleNamespace
 from typing import Any
 
+import pytest
 from loopback import RUN_ID, _no_daemon_left, node, run, until  # noqa: F401
+from strangers import many, standings_with
+from strangers import record_of as stranger_record
 
 from node.board import ReplicaBoard
+from node.discovery import Discovery, PeerBook
 from node.network import Network
 from node.network_peers import NetworkPeers
+from node.notices import UNPROVEN_SHOWN
 from node.service import Reply
 from protocol import messages
+from protocol.frames import Stalled
+from protocol.identity import Identity, peer_text
+from protocol.ledger import Ledger
 from protocol.payloads import pack_records, record_of
 from protocol.records import Record, Role
 from swarm import actions as act
@@ -107,12 +116,13 @@ def test_what_is_old_of_another_block_or_of_another_run_is_left_aside(
             board.hear(a.discovery.seal(record))  # our own
             board.hear(replace(new, record=replace(record, run=bytes(32), round=9)))
             assert [r.round for r in heard] == [6]
-            # A board that is full of the living hears nobody new; the dead make room.
-            monkeypatch.setattr("node.board.PEERS_MET", 1)
+            # A board that is full of the living hears no more hearsay; the dead make room.
+            monkeypatch.setattr("node.notices.PEERS_MET", 1)
             async with node(tmp_path, "c", await a.invitations()) as c:
                 board.hear(c.discovery.seal(record))
                 assert len(heard) == 1
-                board._met = {p: replace(s, expiration_s=1.0) for p, s in board._met.items()}
+                for notice in board.notices._met.values():
+                    notice.signed = replace(notice.signed, expiration_s=1.0)
                 board.hear(c.discovery.seal(record))
                 assert len(heard) == 2
 
@@ -134,3 +144,90 @@ def test_a_dead_peer_or_daemon_holds_nobody_up(tmp_path: Path) -> None:
             await board.publish(says(3))
 
     run(main())
+
+
+class Town:
+    """All of a network that a board asks for, and peers that answer as told: nothing is sent."""
+
+    def __init__(self, contributors: list[Identity]) -> None:
+        me = many(1)[0]
+        self.peer_id, self.clock = me.peer_id, time.time
+        self.settings = SimpleNamespace(run_id=RUN_ID)
+        self.standings = standings_with(contributors)
+        self.discovery = Discovery(me, RUN_ID, PeerBook(standings=self.standings), Ledger())
+        self.shown: list[str] = []
+        self.failure: Exception = Stalled("silent")
+
+    async def addresses(self) -> tuple[str, ...]:
+        return ("/ip4/198.51.100.1/tcp/1",)
+
+    async def announce(self, record: Record) -> int:
+        return 1
+
+    async def ask(self, peer: str, *_: object) -> Any:
+        self.shown.append(peer)
+        raise self.failure
+
+
+def board_in(town: Any) -> tuple[ReplicaBoard, Heard]:
+    heard: Heard = []
+    return ReplicaBoard(town, town, 0, int(Role.REPLICA), heard.append), heard
+
+
+def test_a_flood_of_identities_hides_no_honest_replica() -> None:
+    honest, strangers = many(8), many(600)
+
+    async def main() -> None:
+        town = Town(honest)
+        board, heard = board_in(town)
+        for peer in honest:
+            await board.answer(stranger_record(peer, 300.0), peer.peer_id)
+        # Of others than the asker, which nobody honest shows; then each for itself.
+        for peer in strangers[:100]:
+            await board.answer(stranger_record(peer, 900.0), strangers[0].peer_id)
+        assert len(board.known()) == 9
+        for peer in strangers:
+            await board.answer(stranger_record(peer, 900.0), peer.peer_id)
+        await board.publish(says(6))
+        ours = {peer_text(peer.peer_id) for peer in honest}
+        assert ours <= set(town.shown)
+        assert {s.peer_id for s in board.known()[:16]} >= {p.peer_id for p in honest}
+        assert all(town.discovery.book.addresses(peer.peer_id) for peer in honest)
+        latest = {peer for peer, _ in town.discovery.book.latest(8)}
+        assert latest == {peer.peer_id for peer in honest}
+        # And an honest newcomer is heard.
+        newcomer = many(1)[0]
+        await board.answer(stranger_record(newcomer), newcomer.peer_id)
+        assert heard[-1].peer == newcomer.text
+
+    asyncio.run(main())
+
+
+def test_a_host_knocks_at_few_doors_that_strangers_name() -> None:
+    async def main() -> None:
+        town = Town([])
+        board, _ = board_in(town)
+        for _ in range(40):
+            teller = many(1)[0].peer_id
+            for peer in many(5):
+                board.hear(stranger_record(peer, 900.0), teller)
+        await board.publish(says(6))
+        assert len(town.shown) == UNPROVEN_SHOWN
+
+    asyncio.run(main())
+
+
+def test_an_answer_that_breaks_our_code_does_not_end_publishing(
+    caplog: pytest.LogCaptureFixture,
+) -> None:
+    async def main() -> None:
+        town = Town([])
+        town.failure = UnicodeError("label empty or too long")
+        board, _ = board_in(town)
+        peer = many(1)[0]
+        await board.answer(stranger_record(peer), peer.peer_id)
+        await board.publish(says(6))
+        assert town.shown == [peer.text]
+
+    asyncio.run(main())
+    assert "UnicodeError" in caplog.text

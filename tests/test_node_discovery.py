@@ -14,6 +14,7 @@ import pytest
 from hypothesis import given
 from hypothesis import strategies as st
 from loopback import RUN_FILE, RUN_ID, _no_daemon_left, node, pair, run, until  # noqa: F401
+from strangers import log_of, many, standings_with
 
 from node.addresses import AddressError
 from node.dht import STORES_BURST, Lookup, node_id_of, pack_dictionary, unpack_dictionary
@@ -30,7 +31,7 @@ from node.ring import REPLICAS, STORES_PER_WALK
 from protocol import messages, records
 from protocol.admission import RecordTable, read_entries
 from protocol.errors import WireError
-from protocol.frames import content_digest
+from protocol.frames import Stalled, content_digest
 from protocol.identity import Identity, generate
 from protocol.ledger import Ledger
 from protocol.limits import BLOCK_NONE, RECORD_LIFE_MAX_S, RECORD_MAX_BYTES, RECORDS_PER_KEY
@@ -132,6 +133,84 @@ def test_a_cancelled_lookup_leaves_no_task(tmp_path: Path) -> None:
                 await asyncio.gather(task, return_exceptions=True)
             await until(lambda: len(asyncio.all_tasks()) <= before)
             assert len(await b.replicas(1)) == 1
+
+    run(main())
+
+
+def test_a_lookup_that_takes_too_long_has_found_what_it_has(
+    tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    monkeypatch.setattr("node.discovery.LOOKUP_S", 1.0)
+
+    async def main() -> None:
+        async with pair(tmp_path) as (a, b):
+            await a.announce(RECORD)
+            ring = b.discovery.ring
+            find = ring.find
+
+            async def endless(keys: list[bytes], lookup: Lookup) -> list[bytes]:
+                await find(keys, lookup)  # the honest ones answer, then come names of nobody
+                await asyncio.sleep(60)
+                return []
+
+            ring.find = endless  # type: ignore[method-assign]
+            assert [s.peer_id for s in await b.replicas(1)] == [a.peer_id]
+            assert await b.replicas(2) == []  # answered, by nothing
+            # Joining is not held up by it either.
+            async with asyncio.timeout(15.0):
+                assert await b.discovery.join(parse_seeds(await a.invitations()).items()) == 1
+
+            async def silent(keys: list[bytes], lookup: Lookup) -> list[bytes]:
+                await asyncio.sleep(60)
+                return []
+
+            ring.find = silent  # type: ignore[method-assign]
+            with pytest.raises(Stalled):
+                await b.replicas(1)
+
+    run(main())
+
+
+def test_made_up_neighbours_delay_a_walk_and_hide_nothing(
+    tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    monkeypatch.setattr("node.ring.WALK_S", 1.0)
+
+    async def main() -> None:
+        async with pair(tmp_path) as (a, b):
+            await a.announce(RECORD)
+            protocol = b.discovery.ring.protocol
+            call = protocol.call_find
+            made_up = {node_id_of(p.peer_id): PeerID(p.peer_id) for p in many(60)}
+
+            async def find(peer: PeerID, keys: Any) -> Any:
+                if peer in made_up.values():
+                    await asyncio.sleep(1.0)  # a little at a time: there is always news to wait for
+                    return None
+                answer = await call(peer, keys)
+                return {key: (None, {**near, **made_up}) for key, (_, near) in answer.items()}
+
+            protocol.call_find = find
+            async with asyncio.timeout(6.0):  # all of them would take 10 s
+                assert [s.peer_id for s in await b.replicas(1)] == [a.peer_id]
+            async with asyncio.timeout(6.0):
+                assert await b.announce(RECORD) == 2  # our own record is not kept out either
+
+    run(main())
+
+
+def test_contributors_of_a_block_come_first_in_its_lookup(tmp_path: Path) -> None:
+    async def main() -> None:
+        async with pair(tmp_path) as (a, b):
+            worker, strangers = many(1)[0], many(40)
+            for peer in [*strangers, worker]:
+                b.discovery.ring.protocol.table.offer(sealed(peer), time.time())
+            found = [s.peer_id for s in await a.replicas(1, cap=8)]
+            assert len(found) == 8
+            a.standings.works_on(0, {0: None, 1: log_of([worker])}.get)
+            found = [s.peer_id for s in await a.replicas(1, cap=8)]
+            assert found[0] == worker.peer_id and len(found) == 8
+            assert a.discovery.known(1, 8)[0].peer_id == worker.peer_id  # what strangers are told
 
     run(main())
 
@@ -428,6 +507,53 @@ def test_the_peer_book_is_bounded_kept_and_never_in_the_way(tmp_path: Path) -> N
         path.write_bytes(damaged)
         assert len(PeerBook(path)) == 0
     assert len(PeerBook(tmp_path / "none")) == 0
+
+
+def fill(book: PeerBook, peers: list[Identity]) -> None:
+    for peer in peers:
+        book.remember(peer.peer_id, ["/ip4/10.0.0.1/tcp/1"])
+
+
+def ids(peers: list[Identity]) -> list[bytes]:
+    return [peer.peer_id for peer in peers]
+
+
+def test_hearsay_displaces_nobody_from_the_peer_book(tmp_path: Path) -> None:
+    path = tmp_path / "peers.json"
+    workers, met = many(3), many(3)
+    book = PeerBook(path, standings_with(workers))
+    for peer in met:
+        book.standings.spoke(peer.peer_id)
+    fill(book, workers + met)
+    fill(book, many(600))
+    assert [peer for peer, _ in book.latest(6)] == ids(workers)[::-1] + ids(met)[::-1]
+    assert len(book) == 256
+    # Neither do speakers displace contributors,
+    flood = many(300)
+    for peer in flood:
+        book.standings.spoke(peer.peer_id)
+    fill(book, flood)
+    assert [peer for peer, _ in book.latest(3)] == ids(workers)[::-1]
+    # and after a restart those that were met are still known as such.
+    path.write_bytes(book.to_bytes())
+    again = PeerBook(path)
+    fill(again, many(600))
+    assert all(again.addresses(peer) for peer in ids(workers))
+
+
+def test_whose_word_counts() -> None:
+    book = PeerBook()
+    named, met, workers = many(20), many(20), many(2)
+    fill(book, named)
+    assert book.trusted(8) == ids(named)[:-9:-1]  # there is nobody else
+    for peer in met:
+        book.standings.spoke(peer.peer_id)
+    fill(book, met)
+    fill(book, many(20))
+    assert book.trusted(8) == ids(met)[:-9:-1]
+    fill(book, workers)
+    book.standings.works_on(0, lambda block: log_of(workers))
+    assert book.trusted(8) == [*ids(workers)[::-1], *ids(met)[:-3:-1]]
 
 
 def test_seeds_are_whole_addresses() -> None:

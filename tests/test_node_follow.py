@@ -4,6 +4,7 @@ from __future__ import annotations
 
 from collections.abc import Sequence
 from pathlib import Path
+from typing import Any
 
 import numpy as np
 import pytest
@@ -11,6 +12,7 @@ from chains import CODEC, EVERY, FIRST, RUN, Chain, Donors, identity, run
 
 from node.fetch import FetchError
 from node.follow import ASKED_PER_LOOK_UP, Follower, FollowSettings
+from protocol.identity import peer_text
 from protocol.messages import Message, Purpose
 
 
@@ -85,6 +87,43 @@ def test_what_most_donors_have_wins_over_one_with_more_rounds(chain: Chain) -> N
     follower = follower_of(Donors(liar=liar, a=chain, b=chain), ["liar", "a", "b"])
     assert run(follower.advance())
     assert follower.log.head == chain.log.head
+
+
+def test_contributors_of_the_log_so_far_outweigh_strangers(chain: Chain) -> None:
+    me = peer_text(chain.identity.peer_id)
+    names = [me]
+    chain.grow(3)
+    donors = Donors(**{me: chain})
+    follower = follower_of(donors, names)
+    assert run(follower.advance()) and follower.round == 2
+    poisoned = chain.fork(9).grow(5)
+    for name in ("x", "y", "z", "w"):
+        donors.add(name, poisoned)
+        names.insert(0, name)  # the lookup names the contributor last
+    follower._known = ([], 0)
+    chain.grow(1)
+    assert run(follower.advance())
+    assert follower.log.head == chain.log.head
+    assert not run(follower.advance())  # it has nothing newer: then nobody has
+    # None of them answers any more: what most of the others have.
+    donors.down = {me}
+    follower._known = ([], 0)
+    assert run(follower.advance()) and follower.log.head == poisoned.log.head
+
+
+def test_one_donors_answer_that_breaks_our_code_costs_that_answer(chain: Chain) -> None:
+    chain.grow(2)
+    donors = Donors(a=chain, b=chain)
+    ask = donors.ask
+
+    async def breaks(peer: str, *rest: Any) -> Any:
+        if peer == "a":
+            raise UnicodeError("label empty or too long")
+        return await ask(peer, *rest)
+
+    donors.ask = breaks  # type: ignore[method-assign,assignment]
+    follower = follower_of(donors, ["a", "b"])
+    assert run(follower.advance()) and follower.round == 1
 
 
 def test_it_leaves_a_branch_that_was_given_up(chain: Chain) -> None:

@@ -13,7 +13,7 @@ from typing import Any
 import pytest
 from hypothesis import given
 from hypothesis import strategies as st
-from loopback import _no_daemon_left, node, pair, run, until  # noqa: F401
+from loopback import QUICK, _no_daemon_left, node, pair, run, until  # noqa: F401
 
 from node.addresses import Scope, parse
 from node.daemon import free_port
@@ -270,7 +270,7 @@ def test_any_answers_give_a_verdict(rows: list[tuple[str, int]], port: int) -> N
     )
 
 
-def test_which_door_is_knocked_at() -> None:
+def test_which_door_is_knocked_at(monkeypatch: pytest.MonkeyPatch) -> None:
     async def main() -> None:
         own = [f"/ip4/{INSIDE}/tcp/31337", "/ip4/127.0.0.1/tcp/31337"]
         assert await door_of(own, (), 31337) == Door(31337, 31337, inside=INSIDE)
@@ -278,8 +278,12 @@ def test_which_door_is_knocked_at() -> None:
         assert (await door_of(mapped, (), 31337)).port == 999
         named = await door_of(own, ("/dns/localhost/tcp/4001",), 31337)
         assert named.port == 4001 and "127.0.0.1" in named.announced
-        unknown = await door_of(own, (f"/dns/{NO_NAME}/tcp/4001",), 31337)
-        assert unknown.announced == {NO_NAME}
+        monkeypatch.setattr("node.reachability._look_up", nobody_knows)
+        unknown = await door_of(own, ("/dns/nobody.invalid/tcp/4001",), 31337)
+        assert unknown.announced == {"nobody.invalid"}
+
+    async def nobody_knows(name: str) -> set[str]:
+        return set()
 
     run(main())
     assert not beyond_this_network([f"/ip4/{INSIDE}/tcp/1", "/ip4/127.0.0.1/tcp/1"])
@@ -366,6 +370,35 @@ def test_a_host_says_by_itself_whether_it_is_reached(tmp_path: Path) -> None:
             await asyncio.gather(task, return_exceptions=True)
 
     run(main())
+
+
+def test_what_breaks_our_code_does_not_end_the_asking(
+    tmp_path: Path, caplog: pytest.LogCaptureFixture
+) -> None:
+    async def main() -> None:
+        async def ask(peer: bytes) -> DialBackReply:
+            if peer == b"bad":
+                raise UnicodeError("label empty or too long")
+            return DialBackReply(outcome=DialOutcome.REACHED, observed=PUBLIC)
+
+        found = await opinions_of([b"bad", b"good"], ask)
+        assert [o.observed for o in found] == [PUBLIC]
+        async with node(tmp_path, "a") as a:
+            looked: list[int] = []
+
+            async def look() -> Verdict:
+                looked.append(1)
+                raise ZeroDivisionError
+
+            a.reachability.look = look  # type: ignore[method-assign]
+            a.reachability._backoff = QUICK
+            task = asyncio.create_task(a.reachability.run())
+            await until(lambda: len(looked) > 2)
+            task.cancel()
+            await asyncio.gather(task, return_exceptions=True)
+
+    run(main())
+    assert "UnicodeError" in caplog.text and "ZeroDivisionError" in caplog.text
 
 
 def test_who_is_behind_a_relay_or_does_not_listen_is_not_asked_about(tmp_path: Path) -> None:

@@ -1,0 +1,192 @@
+"""The run's clock on a host: whom it asks, what it makes of a step of the machine's clock."""
+
+from __future__ import annotations
+
+import asyncio
+from collections.abc import Callable, Coroutine
+from types import SimpleNamespace
+from typing import Any
+
+import pytest
+from strangers import many, standings_with
+
+from node.discovery import PeerBook
+from node.invitation import CLOCK_LIMIT_S
+from node.peer_clock import PeerClock
+from node.steady_time import SteadyTime
+from protocol import messages
+from protocol.frames import Stalled
+from protocol.identity import Identity
+from swarm.clock import MAX_OFFSET_S
+
+RUN = bytes(32)
+
+
+class Town:
+    """Peers with clocks, and all of a network that a clock asks. The true time stands still."""
+
+    def __init__(self, contributors: list[Identity]) -> None:
+        self.true_s, self.wall_s, self.boot_s = 1_000_000.0, 1_000_000.0, 77.0
+        self.clock = SteadyTime(lambda: self.wall_s, lambda: self.boot_s)
+        self.discovery = SimpleNamespace(book=PeerBook(standings=standings_with(contributors)))
+        self.offsets: dict[bytes, float] = {}
+        self.asked: list[bytes] = []
+        self.failure: Callable[[], Exception] = lambda: Stalled("silent")
+        for peer in contributors:
+            self.add(peer)
+
+    def add(self, peer: Identity, offset_s: float = 0.0) -> None:
+        self.discovery.book.remember(peer.peer_id, ["/ip4/10.0.0.1/tcp/1"])
+        self.offsets[peer.peer_id] = offset_s
+
+    async def request(self, peer: bytes, *_: object, deadline_s: float) -> Any:
+        self.asked.append(peer)
+        if peer not in self.offsets:
+            raise self.failure()
+        reply = messages.HelloReply(
+            run=RUN, role=0, round=0, now_s=self.true_s + self.offsets[peer]
+        )
+        return SimpleNamespace(message=reply)
+
+    def pass_s(self, seconds: float) -> None:
+        self.true_s += seconds
+        self.wall_s += seconds
+        self.boot_s += seconds
+
+
+def clock_in(town: Any) -> PeerClock:
+    return PeerClock(town, RUN)
+
+
+def run(work: Coroutine[Any, Any, None]) -> None:
+    asyncio.run(work)
+
+
+def test_strangers_do_not_outnumber_contributors_and_ourselves() -> None:
+    honest, strangers = many(3), many(30)
+    town = Town(honest)
+    for peer in strangers:
+        town.discovery.book.standings.spoke(peer.peer_id)
+        town.add(peer, MAX_OFFSET_S - 1)
+    clock = clock_in(town)
+    run(clock.sample())
+    assert {p.peer_id for p in honest} <= set(town.asked) and len(town.asked) == 6
+    assert clock.now_s() == town.true_s
+    named = many(200)  # and hearsay is not asked at all
+    for peer in named:
+        town.add(peer, -50.0)
+    town.asked.clear()
+    run(clock.sample())
+    assert not {p.peer_id for p in named} & set(town.asked)
+
+
+def test_no_majority_moves_a_host_further_than_joining_allows() -> None:
+    assert MAX_OFFSET_S == CLOCK_LIMIT_S
+    town = Town([])
+    for peer in many(8):
+        town.add(peer, MAX_OFFSET_S + 1)
+    clock = clock_in(town)
+    run(clock.sample())
+    assert clock.now_s() == town.true_s
+
+
+def test_who_was_asked_before_better_known_ones_were_there_has_no_say() -> None:
+    town = Town([])
+    for peer in many(5):
+        town.add(peer, 100.0)
+    clock = clock_in(town)
+    run(clock.sample())
+    assert clock.now_s() == town.true_s + 100
+    workers = many(2)
+    later = Town(workers)
+    later.pass_s(town.true_s - later.true_s)
+    clock.network = later  # type: ignore[assignment]
+    run(clock.sample())
+    assert clock.now_s() == later.true_s and len(clock.clock.samples) == 2
+
+
+@pytest.mark.parametrize("step_s", [-100.0, 100.0, 5000.0])
+def test_a_wrong_step_of_the_wall_clock_changes_nothing(step_s: float) -> None:
+    town = Town(many(3))
+    clock = clock_in(town)
+    run(clock.sample())
+    town.wall_s += step_s
+    assert clock.now_s() == town.true_s  # at once, before anybody was asked
+    for _ in range(3):
+        town.pass_s(60)
+        run(clock.sample())
+        assert clock.now_s() == town.true_s
+
+
+def test_a_right_step_is_followed_and_the_runs_time_goes_on() -> None:
+    town = Town(many(3))
+    town.wall_s += 90.0
+    town.clock.follow()  # it began with a wrong clock
+    clock = clock_in(town)
+    assert clock.now_s() == town.true_s + 90
+    run(clock.sample())
+    assert clock.now_s() == town.true_s
+    town.wall_s -= 90.0  # NTP, rightly
+    assert clock.now_s() == town.true_s
+    run(clock.sample())
+    assert clock.now_s() == town.true_s and town.clock() == town.true_s
+    town.wall_s = town.true_s - 5000.0
+    town.clock.follow()  # as a machine without a battery begins: further off than is corrected
+    clock = clock_in(town)
+    run(clock.sample())
+    assert clock.now_s() == town.true_s - 5000
+    town.wall_s = town.true_s
+    run(clock.sample())
+    assert clock.now_s() == town.true_s
+
+
+def test_alone_the_wall_clock_is_what_there_is() -> None:
+    town = Town([])
+    clock = clock_in(town)
+    town.wall_s += 30.0
+    run(clock.sample())
+    assert clock.now_s() == town.wall_s
+
+
+def test_a_step_is_noticed_long_before_the_next_time_to_ask(
+    monkeypatch: pytest.MonkeyPatch,
+) -> None:
+    monkeypatch.setattr("node.peer_clock.LOOK_S", 0.001)
+    town = Town(many(2))
+    clock = clock_in(town)
+    town.true_s += 3600.0  # a machine that slept, with all its clocks
+
+    async def main() -> None:
+        task = asyncio.create_task(clock.run(600.0))
+        await asyncio.sleep(0.01)
+        assert not town.asked
+        town.wall_s += 3600.0  # and is told so
+        async with asyncio.timeout(10.0):
+            while clock.now_s() != town.true_s:  # noqa: ASYNC110
+                await asyncio.sleep(0.001)
+        task.cancel()
+        await asyncio.gather(task, return_exceptions=True)
+
+    run(main())
+
+
+def test_the_timer_goes_on_whatever_an_answer_does(caplog: pytest.LogCaptureFixture) -> None:
+    town = Town(many(2))
+    broken = many(1)[0]
+    town.discovery.book.standings.spoke(broken.peer_id)
+    town.add(broken)
+    del town.offsets[broken.peer_id]
+    town.failure = lambda: UnicodeError("a name that is none")
+    clock = clock_in(town)
+
+    async def main() -> None:
+        task = asyncio.create_task(clock.run(0.001))
+        async with asyncio.timeout(10.0):
+            while len(town.asked) < 9:  # noqa: ASYNC110
+                await asyncio.sleep(0.001)
+        task.cancel()
+        await asyncio.gather(task, return_exceptions=True)
+
+    run(main())
+    assert len(clock.clock.samples) == 2
+    assert "UnicodeError" in caplog.text
