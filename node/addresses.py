@@ -17,7 +17,7 @@ from protocol.errors import UsageError
 from protocol.identity import peer_from_text, peer_text
 from protocol.limits import ADDRESS_MAX_BYTES, ADDRESSES_PER_RECORD
 from protocol.packing import Malformed
-from protocol.records import HOST_PATTERN
+from protocol.records import HOST_PATTERN, is_host_name
 
 _CIRCUIT = "/p2p-circuit"
 _HOST_AND_PORT = re.compile(r"\[([0-9A-Fa-f:.%]+)\]:([0-9]+)|([^:/\[\]]+):([0-9]+)")
@@ -63,6 +63,8 @@ def parse(text: str) -> Address:
         )
     kind, host = match[1], match[2]
     scope = Scope.PUBLIC
+    if kind.startswith("dns") and not is_host_name(host):
+        raise AddressError(f"{_shown(host)} is not a name that can be looked up")
     if kind in ("ip4", "ip6"):
         try:
             ip = ipaddress.ip_address(host)

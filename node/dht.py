@@ -77,6 +77,11 @@ class Lookup:
     def add(self, entries: list[Entry]) -> None:
         self._answers.append(entries)
 
+    @property
+    def answers(self) -> int:
+        """How many have answered, be it with nothing."""
+        return len(self._answers)
+
     def entries(self) -> Iterator[Entry]:
         """Each responder in turn: one that floods does not come before the others."""
         seen: set[Entry] = set()
@@ -98,7 +103,7 @@ class RecordProtocol(DHTProtocol):  # type: ignore[misc]  # hivemind publishes n
     clock: Clock
     allowances: dict[bytes, tuple[float, float]]
     count: Callable[[int, int], None]  # bytes in, bytes out: the ledger's estimate
-    _pings = 0
+    pings: set[asyncio.Task[Any]]  # under way; the loop alone would let them be collected
 
     @classmethod
     def _get_handle_name(cls, namespace: str | None, method_name: str) -> str:
@@ -232,14 +237,11 @@ class RecordProtocol(DHTProtocol):  # type: ignore[misc]  # hivemind publishes n
         except WireError:
             return  # not one of us: it could never own a record
         crowded_out = self.routing_table.add_or_update_node(node_id, peer)
-        if crowded_out is not None and self._pings < PINGS_AT_ONCE:
+        if crowded_out is not None and len(self.pings) < PINGS_AT_ONCE:
             # The bucket is full: its oldest member stays if it still answers (Kademlia, 2.2).
-            self._pings += 1
             task = asyncio.ensure_future(self.call_ping(crowded_out[1]))
-            task.add_done_callback(self._pinged)
-
-    def _pinged(self, _: Any) -> None:
-        self._pings -= 1
+            self.pings.add(task)
+            task.add_done_callback(self.pings.discard)
 
 
 def _neighbours(result: Any) -> dict[Any, Any]:
@@ -274,7 +276,10 @@ def unpack_dictionary(key: bytes, data: bytes) -> list[Entry]:
     if len(data) > _VALUE_MAX_BYTES:
         raise Malformed("a dictionary of more records than a key may have")
     try:
-        outer = msgpack.unpackb(data, raw=False, strict_map_key=True, max_map_len=0)
+        # One extension value and nothing else: a list would be allocated by its length alone.
+        outer = msgpack.unpackb(
+            data, raw=False, max_map_len=0, max_array_len=0, max_str_len=0, max_bin_len=0
+        )
     except (ValueError, TypeError, OverflowError, RecursionError, msgpack.UnpackException):
         raise Malformed("not msgpack") from None
     if not isinstance(outer, msgpack.ExtType) or outer.code != _DICTIONARY:

@@ -8,6 +8,7 @@ from __future__ import annotations
 
 import os
 from collections.abc import Callable, Iterator
+from io import FileIO
 from pathlib import Path
 
 from swarm.events import EventError, LogEvent, from_line, to_line
@@ -29,10 +30,11 @@ class EventLog:
             listener(event)
         try:
             self.path.parent.mkdir(parents=True, exist_ok=True)
-            # One write of one line: a reader never sees half of it, a killed writer leaves at
-            # most one broken last line.
-            with open(self.path, "ab", buffering=0) as file:
-                file.write(to_line(event).encode() + b"\n")
+            # One write of one line: a reader never sees half of it, a killed writer or a full disk
+            # leaves at most one broken last line.
+            with open(self.path, "a+b", buffering=0) as file:
+                broken = b"" if _ends_a_line(file) else b"\n"  # or both lines would be lost
+                file.write(broken + to_line(event).encode() + b"\n")
             self._failed = False
         except OSError as error:
             if not self._failed:
@@ -53,3 +55,10 @@ class EventLog:
                 yield from_line(line.decode())
             except (EventError, UnicodeDecodeError, OverflowError):
                 continue
+
+
+def _ends_a_line(file: FileIO) -> bool:
+    if not file.seek(0, os.SEEK_END):
+        return True
+    file.seek(-1, os.SEEK_END)
+    return file.read(1) == b"\n"

@@ -36,8 +36,9 @@ from swarm.votes import UpdateRef
 
 CURRENT = "state.json"
 MAX_LOG_BYTES = 1 << 30
+MAX_ROWS = 1 << 16  # entries, updates of an entry, updates under way: our own file, not a peer's
 MAX_FACTS_BYTES = 1 << 20
-ENTRIES_SAVED = 600  # two snapshots are among them: they are at most 256 rounds apart
+ENTRIES_SAVED = 600  # two snapshots are among them: they are at most 128 rounds apart
 
 
 class StateError(BlockswarmError):
@@ -144,7 +145,7 @@ class StateFolder:
                     "give another folder with --folder, or remove this one",
                 )
             trainer, log, weights = (self.folder / Path(n).name for n in facts["files"])
-            body: Any = unpack(log.read_bytes(), MAX_LOG_BYTES)
+            body: Any = unpack(log.read_bytes(), MAX_LOG_BYTES, MAX_ROWS)
             return HostState(
                 int(facts["block"]),
                 tuple(from_wire_entry(e) for one in body[0] for e in unpack_log(one)),

@@ -13,7 +13,7 @@ import dataclasses
 import logging
 import random
 import time
-from collections.abc import Awaitable, Callable, Mapping
+from collections.abc import Awaitable, Callable
 from contextlib import suppress
 from dataclasses import dataclass, field
 from pathlib import Path
@@ -30,6 +30,8 @@ from node.pace import PacedStream, Rate
 from node.phases import mark
 from node.reachability import Reachability
 from node.service import Reply, Service, Status, serve_basics
+from node.standing import Standings
+from node.steady_time import SteadyTime
 from node.stream_pool import Kept, StreamPool
 from node.transport import Caller, Transport
 from protocol import messages
@@ -67,6 +69,7 @@ class NetworkSettings:
     backoff: Backoff = field(default_factory=Backoff)
     up_bytes_per_s: float | None = None  # None: no limit
     down_bytes_per_s: float | None = None
+    blocks: int | None = None  # of the run; records of blocks that it does not have are not kept
     ask_reachable: bool = False  # let peers dial back, and say whether they could
 
 
@@ -95,14 +98,18 @@ class Network:
         self._seeds = parse_seeds(settings.join)
         folder = settings.state_folder
         self.ledger = Ledger.load(folder / "ledger.json") if folder else Ledger()
-        self.service = Service(self.ledger, gate)
-        book = PeerBook(folder / "peers.json" if folder else None)
+        self.service = Service(self.ledger, gate, up_bytes_per_s=settings.up_bytes_per_s)
+        self.clock = SteadyTime()
+        self.standings = Standings()
+        book = PeerBook(folder / "peers.json" if folder else None, self.standings)
         self.kept = KeptFiles(folder)
         self.kept.keep("peers.json", book.to_bytes)
         self.kept.keep("ledger.json", self.ledger.to_bytes)
         # Last: from here on the identity is locked, until `stop`.
         self.identity: Identity = load_or_create(settings.daemon.identity_path)
-        self.discovery = Discovery(self.identity, settings.run_id, book, self.ledger)
+        self.discovery = Discovery(
+            self.identity, settings.run_id, book, self.ledger, self.clock, settings.blocks
+        )
         self.restarts = 0
         self._up, self._down = (
             None if rate is None else Rate(rate)
@@ -126,6 +133,7 @@ class Network:
             settings.run_file,
             status,
             self.discovery.for_stranger,
+            self.clock,
         )
 
     # --- life -----------------------------------------------------------------------------------
@@ -388,6 +396,7 @@ class Network:
             payload = bytearray()
             digest = await channel.receive_payload(head, sink or payload.extend, expected)
             self.transport.answered(peer_id)
+            self.standings.spoke(peer_id)
         except BaseException as error:
             # Also when cancelled: a half-read stream must not be kept. No await, for that reason.
             kept.stream.abort()
@@ -425,8 +434,6 @@ class Network:
             record = dataclasses.replace(record, addresses=await self.addresses())
         return await self.discovery.announce(record)
 
-    async def replicas(
-        self, block: int, cap: int = RECORDS_PER_REPLY, seen_rounds: Mapping[bytes, int] = {}
-    ) -> list[SignedRecord]:
-        """The verified records of a block, looked up now."""
-        return await self.discovery.replicas(block, cap, seen_rounds)
+    async def replicas(self, block: int, cap: int = RECORDS_PER_REPLY) -> list[SignedRecord]:
+        """The verified records of a block, looked up now; known contributors first."""
+        return await self.discovery.replicas(block, cap)

@@ -20,6 +20,9 @@ from protocol.frames import BytesLike, Stalled, Stream
 PIECE_BYTES = 16 * 1024  # streams take turns in pieces of this size
 SMALL_BYTES = 16 * 1024  # a message up to this size does not wait
 BURST_S = 0.25  # what an idle host may move at once, in seconds of its rate
+# What small messages may take from bulk in advance. Without an end to it a minute of them, which
+# never wait, left bulk without a turn for minutes: longer than anybody waits for a byte.
+DEBT_S = 2.0
 LEAST_BYTES_PER_S = 8 * 1024  # below it a piece would take longer than a peer waits for a byte
 
 
@@ -35,9 +38,13 @@ class Rate:
         """How long the next piece has to wait."""
         return max(0.0, self._free_s - self._clock())
 
-    def moved(self, size_bytes: int) -> None:
-        start_s = max(self._free_s, self._clock() - BURST_S)
-        self._free_s = start_s + size_bytes / self.bytes_per_s
+    def moved(self, size_bytes: int, waits: bool = True) -> None:
+        """Count it. What never `waits` leaves bulk a debt, which is bounded by DEBT_S."""
+        now_s = self._clock()
+        free_s = max(self._free_s, now_s - BURST_S) + size_bytes / self.bytes_per_s
+        if not waits:
+            free_s = min(free_s, max(self._free_s, now_s + DEBT_S))
+        self._free_s = free_s
 
 
 class PacedStream:
@@ -50,11 +57,12 @@ class PacedStream:
     async def read(self, max_bytes: int, timeout_s: float) -> bytes:
         if self._down is None:
             return await self.stream.read(max_bytes, timeout_s)
-        if self._read_bytes >= SMALL_BYTES:
+        bulk = self._read_bytes >= SMALL_BYTES
+        if bulk:
             await _turn(self._down, timeout_s)
         data = await self.stream.read(min(max_bytes, PIECE_BYTES), timeout_s)
         self._read_bytes += len(data)
-        self._down.moved(len(data))
+        self._down.moved(len(data), waits=bulk)
         return data
 
     async def write(self, data: BytesLike, timeout_s: float) -> None:
@@ -68,7 +76,7 @@ class PacedStream:
             if bulk:
                 await _turn(self._up, timeout_s)
             piece = view[start : start + PIECE_BYTES]
-            self._up.moved(len(piece))
+            self._up.moved(len(piece), waits=bulk)
             await self.stream.write(piece, timeout_s)
 
     async def close(self) -> None:

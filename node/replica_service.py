@@ -68,7 +68,8 @@ class _Answers:
     ) -> None:
         self.replica, self.on_record, self.clock = replica, on_record, clock
         self.copies = copies
-        self._making = asyncio.Lock()
+        self._one_at_a_time = asyncio.Lock()
+        self._making: dict[bytes, asyncio.Task[Shards]] = {}  # by the snapshot's name
 
     def _check(self, run: bytes, block: int) -> None:
         settings = self.replica.settings
@@ -156,10 +157,28 @@ class _Answers:
     async def _made_again(
         self, log: ConsensusLog, consensus: Consensus, snapshot: Snapshot
     ) -> Shards:
-        """One at a time, and once for all who ask: it is work of seconds."""
-        async with self._making:
+        """One at a time, and once for all who ask: it is work of seconds.
+
+        It goes on when whoever asked is out of time. A thread cannot be stopped; if the next one
+        who asks did not wait for this one, it would begin the same work beside it.
+        """
+        name = snapshot.pin.name
+        making = self._making.get(name)
+        if making is None:
+            making = asyncio.create_task(self._make(log, consensus, snapshot))
+            self._making[name] = making
+            making.add_done_callback(lambda task: self._made(name, task))
+        return await asyncio.shield(making)
+
+    async def _make(self, log: ConsensusLog, consensus: Consensus, snapshot: Snapshot) -> Shards:
+        async with self._one_at_a_time:
             weights = await asyncio.to_thread(consensus.snapshot_weights, log, snapshot)
             return () if weights is None else tuple(shards_of(weights))
+
+    def _made(self, name: bytes, task: asyncio.Task[Shards]) -> None:
+        del self._making[name]
+        if not task.cancelled():
+            task.exception()  # whoever still waits hears it; if nobody does, nobody complains
 
 
 def _not_here(what: str) -> Refused:

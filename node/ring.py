@@ -21,6 +21,7 @@ REPLICAS = 5  # nodes that are asked to store a record
 WIDTH = 8  # nodes nearest to a key that a walk wants to hear: some more than hold a record
 WALKERS = 6  # calls of one walk under way
 STRAGGLER_S = 0.5
+WALK_S = 12.0  # names of nodes that nobody is behind are free, and each costs a wait
 STORE_OVERHEAD_BYTES = 120  # key, subkey, expiration, who we are: for the ledger's estimate
 STORE_ANSWER_BYTES = 30
 SILENT_S = 20.0  # a node that did not answer is left alone for so long
@@ -51,7 +52,7 @@ class Ring:
         )
         # As a client first: no request may come in before the table is there.
         protocol.table, protocol.clock, protocol.count = table, clock, count
-        protocol.allowances = {}
+        protocol.allowances, protocol.pings = {}, set()
         protocol.node_info = dht_pb2.NodeInfo(node_id=node_id.to_bytes())
         protocol.client_mode = False
         await protocol.add_p2p_handlers(p2p)
@@ -113,7 +114,12 @@ class Ring:
         return kept
 
     async def _walk(self, keys: list[Any]) -> list[bytes]:
-        """Ask the nearest known nodes, learn nearer ones, until the nearest have all answered."""
+        """Ask the nearest known nodes, learn nearer ones, until the nearest have all answered.
+
+        After WALK_S it ends with those that have: whoever makes up neighbours delays it, no more.
+        """
+        loop = asyncio.get_running_loop()
+        ends_s = loop.time() + WALK_S
         table, own_id = self.protocol.routing_table, self.protocol.node_id
         known: dict[Any, Any] = {}
         for key in keys:
@@ -131,6 +137,9 @@ class Ring:
                 # Enough have answered and only stragglers are left: they get a moment, not all.
                 enough = len(answered) >= WIDTH and not self._next(keys, known, asked)
                 patience_s = STRAGGLER_S if enough else CALL_S + 1.0
+                patience_s = min(patience_s, ends_s - loop.time())
+                if patience_s <= 0:
+                    break
                 done, _ = await asyncio.wait(
                     calls, timeout=patience_s, return_when=asyncio.FIRST_COMPLETED
                 )

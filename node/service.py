@@ -1,9 +1,9 @@
 """What a node answers on an incoming stream: which handler, under which limits, counted how.
 
-Decides the order of an exchange (request, place, handler, answer, ledger) and which errors end a
-stream. Answers by itself whatever needs no trainer: hello, run file, peers' records, ping. The
-worker adds its own kinds with `serve`. Knows streams only as `protocol.frames.Stream`: nothing of
-p2pd, so that any transport can bring them.
+Decides the order of an exchange (request, place, handler, answer, ledger), which errors end a
+stream, and how long a bulk answer may hold its place. Answers by itself whatever needs no trainer:
+hello, run file, peers' records, ping. The worker adds its own kinds with `serve`. Knows streams
+only as `protocol.frames.Stream`: nothing of p2pd, so that any transport can bring them.
 """
 
 from __future__ import annotations
@@ -25,10 +25,16 @@ from protocol.ledger import Ledger
 from protocol.limits import (
     BLOCK_NONE,
     BULK_DEADLINE_S,
+    BULK_GRACE_S,
+    BULK_LEAST_BYTES_PER_S,
     CE_MAX_NATS,
+    CONCURRENT_TRANSFERS,
     CONTROL_DEADLINE_S,
     EXCHANGES_PER_STREAM,
     RESTS_S,
+    TRANSFERS_PER_PEER,
+    UPDATE_TRANSFERS,
+    UPDATES_PER_PEER,
     Kind,
 )
 from protocol.messages import ErrorCode, Message, Purpose, purpose_of
@@ -51,6 +57,10 @@ class Reply:
 
     message: Message
     payload: BytesLike | Chunks = b""
+
+    @property
+    def size_bytes(self) -> int:
+        return self.payload.size_bytes if isinstance(self.payload, Chunks) else len(self.payload)
 
 
 Handler = Callable[[Any, bytes], Awaitable[Reply]]  # (request, the caller's peer id)
@@ -128,7 +138,11 @@ class _Place:
 
 
 class Service:
-    """The handlers of a node. One object for all transports that it listens on."""
+    """The handlers of a node. One object for all transports that it listens on.
+
+    `gate` has the places for bulk, `updates` those for updates: whoever downloads the past, slowly
+    or not, does not keep a round from going on. `up_bytes_per_s` is what the owner lets us send.
+    """
 
     def __init__(
         self,
@@ -137,9 +151,18 @@ class Service:
         streams: Gate | None = None,
         control_deadline_s: float = CONTROL_DEADLINE_S,
         bulk_deadline_s: float = BULK_DEADLINE_S,
+        updates: Gate | None = None,
+        up_bytes_per_s: float | None = None,
+        bulk_grace_s: float = BULK_GRACE_S,
     ) -> None:
         self.ledger = ledger
-        self.gate = gate or Gate()
+        self.gate = gate or Gate(CONCURRENT_TRANSFERS, TRANSFERS_PER_PEER)
+        self.updates = updates or Gate(UPDATE_TRANSFERS, UPDATES_PER_PEER)
+        self._bulk_grace_s = bulk_grace_s
+        self._least_bytes_per_s = float(BULK_LEAST_BYTES_PER_S)
+        if up_bytes_per_s is not None:  # a peer is not slow because we are
+            share = up_bytes_per_s / (CONCURRENT_TRANSFERS + UPDATE_TRANSFERS)
+            self._least_bytes_per_s = min(self._least_bytes_per_s, share)
         self._streams = streams or Gate(STREAMS)
         self._lobby = Gate(TURNED_AWAY)
         self._resting = Gate(RESTING)
@@ -156,6 +179,11 @@ class Service:
         A handler refuses by raising `frames.Refused(ErrorCode, reason)` or `frames.Busy`.
         """
         self._entries[request.KIND] = _Entry(handler, bulk)
+
+    @property
+    def transfers(self) -> int:
+        """Bulk answers under way."""
+        return self.gate.inside + self.updates.inside
 
     def take(self, request: type[M], admit: Admit, taker: Taker) -> None:
         """Answer a `request` that brings a payload. What `admit` returns is held meanwhile."""
@@ -215,10 +243,11 @@ class Service:
         if not entry.bulk:
             async with asyncio.timeout(self._control_deadline_s):
                 return await entry.handler(request, peer_id)
-        with self.gate.enter(peer_id):
+        gate = self.updates if request.KIND is Kind.UPDATE_REQUEST else self.gate
+        with gate.enter(peer_id):
             async with asyncio.timeout(self._control_deadline_s):
                 reply = await entry.handler(request, peer_id)
-            channel.deadline = Deadline.after(self._bulk_deadline_s)
+            channel.deadline = Deadline.after(self._bulk_s(reply.size_bytes))
             await self._send(channel, reply)
             return None
 
@@ -264,11 +293,17 @@ class Service:
 
     async def _until_closed(self, channel: Channel) -> None:
         """Let the peer read our last words: p2pd drops what is under way when we close first."""
+        deadline = self._deadline()  # of all of it: a byte now and then must not hold the place
         for _ in range(64):
-            data = await channel.stream.read(4096, self._control_deadline_s)
+            data = await channel.stream.read(4096, deadline.timeout_s())
             channel.tally.bytes_in += len(data)  # what it had sent already
             if not data:
                 return
+
+    def _bulk_s(self, size_bytes: int) -> float:
+        """How long a peer may take to read a bulk answer."""
+        slowest_s = self._bulk_grace_s + size_bytes / self._least_bytes_per_s
+        return min(slowest_s, self._bulk_deadline_s)
 
     def _deadline(self) -> Deadline:
         return Deadline.after(self._control_deadline_s)
@@ -334,8 +369,8 @@ def serve_basics(
         return Reply(messages.PeersReply(count=len(found)), pack_records(found))
 
     async def ping(request: messages.Ping, _: bytes) -> Reply:
-        inside = service.gate.inside
-        return Reply(messages.Pong(nonce=request.nonce, now_s=clock(), transfers=inside))
+        under_way = service.transfers
+        return Reply(messages.Pong(nonce=request.nonce, now_s=clock(), transfers=under_way))
 
     service.serve(messages.Hello, hello)
     service.serve(messages.RunRequest, run)

@@ -34,7 +34,7 @@ async def _greets(host: str, port: int) -> bool:
         async with asyncio.timeout(PROBE_S):
             reader, writer = await asyncio.open_connection(host, port)
             return bool(await reader.read(1))  # a listener of libp2p speaks first
-    except (OSError, TimeoutError):
+    except (OSError, TimeoutError, ValueError):  # the last: a name that no resolver takes
         return False
     finally:
         if writer is not None:

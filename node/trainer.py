@@ -24,13 +24,13 @@ from node import spare_process
 from node.trainer_process import (
     SharedWeights,
     TrainerSettings,
-    followed_blocks,
     lay_out,
     shared_bytes,
     shared_weights,
 )
 from protocol.errors import BlockswarmError
-from swarm.fixed_point import Quanta, to_float
+from swarm.coupling import followed_blocks
+from swarm.fixed_point import Quanta, write_floats
 from swarm.flat import Change, Floats, flat_size
 from swarm.run import Run
 from swarm.worker import initial_block
@@ -56,7 +56,8 @@ class Trainer:
         self.settings = settings
         self.on_progress, self.on_death = on_progress, on_death
         run = Run.from_dict(settings.run)
-        sizes = {j: flat_size(initial_block(run, j)) for j in followed_blocks(run, settings.block)}
+        followed = followed_blocks(run.model, settings.block)
+        sizes = {j: flat_size(initial_block(run, j)) for j in followed}
         own = flat_size(initial_block(run, settings.block))
         self._order_to_begin = {
             "settings": asdict(settings),
@@ -102,17 +103,24 @@ class Trainer:
         process, self._process = self._process, None
         if process is None:
             return
-        if process.is_alive():
-            try:
-                async with asyncio.timeout(STOP_S):
-                    await self._order({"op": "stop"})
-            except (TimeoutError, TrainerError):
-                process.kill()  # what has to be kept was saved before
-        self._forget(TrainerError("the training process was stopped"))
-        await asyncio.to_thread(process.join, STOP_S)
-        if process.is_alive():
+        try:
+            if process.is_alive():
+                try:
+                    async with asyncio.timeout(STOP_S):
+                        await self._order({"op": "stop"})
+                except (TimeoutError, TrainerError):
+                    process.kill()  # what has to be kept was saved before
+            self._forget(TrainerError("the training process was stopped"))
+            await asyncio.to_thread(process.join, STOP_S)
+            if process.is_alive():
+                process.kill()
+                await asyncio.to_thread(process.join)
+        except BaseException:
+            # Cancelled: nobody else knows of the process any more, and it would train on beside
+            # the next one. Its end is not waited for: the start of the next one reaps it.
             process.kill()
-            await asyncio.to_thread(process.join)
+            self._forget(TrainerError("the training process was stopped"))
+            raise
         process.close()
 
     # Orders.
@@ -124,7 +132,7 @@ class Trainer:
         """Give it newer versions of the blocks that it reads."""
         async with self._copies_lock:
             for block, consensus in copies.items():
-                await asyncio.to_thread(to_float, consensus, self.shared.copies[block])
+                await asyncio.to_thread(write_floats, consensus, self.shared.copies[block])
             if copies:
                 await self._order({"op": "copies", "blocks": sorted(copies)})
 

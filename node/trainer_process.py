@@ -31,7 +31,9 @@ from node.tensor_file import read_tensors, write_tensors
 from node.windows import WindowStream, stream_seed
 from protocol.errors import BlockswarmError, DataError
 from swarm.composition import ComposedModel
+from swarm.coupling import followed_blocks
 from swarm.evaluate import honest_ce
+from swarm.fixed_point import Halves
 from swarm.flat import Change, Floats, add_flat_at, flat_weights, load_flat
 from swarm.model import Block
 from swarm.moving_copy import MovingCopy, frozen_copy
@@ -58,28 +60,29 @@ class TrainerSettings:
 
 @dataclass(frozen=True)
 class SharedWeights:
-    """Vectors that both processes see. `copies` are the other blocks that this one reads.
+    """Vectors that both processes see. `copies` are the other blocks that this one reads, in half
+    precision: see `swarm.moving_copy`.
 
     `own` carries what an order is about, and orders come one at a time: the running weights as of a
     snapshot, a correction to add, weights to set or to evaluate.
     """
 
     own: Floats
-    copies: dict[int, Floats]
+    copies: dict[int, Halves]
 
 
 def shared_bytes(own_size: int, copy_sizes: dict[int, int]) -> int:
-    return 4 * (own_size + sum(copy_sizes.values()))
+    return 4 * own_size + 2 * sum(copy_sizes.values())
 
 
 def shared_weights(memory: Any, own_size: int, copy_sizes: dict[int, int]) -> SharedWeights:
     """The same vectors at the same places of one memory, on both sides."""
-    flat, at = np.frombuffer(memory, dtype=np.float32), 0
-    parts = []
-    for size in (own_size, *copy_sizes.values()):
-        parts.append(flat[at : at + size])
+    own = np.frombuffer(memory, dtype=np.float32, count=own_size)
+    others, at, copies = np.frombuffer(memory, dtype=np.float16, offset=4 * own_size), 0, {}
+    for block, size in copy_sizes.items():
+        copies[block] = others[at : at + size]
         at += size
-    return SharedWeights(parts[0], dict(zip(copy_sizes, parts[1:], strict=True)))
+    return SharedWeights(own, copies)
 
 
 def lay_out(changes: Sequence[Change], scratch: Floats) -> list[int]:
@@ -112,14 +115,6 @@ def laid_out(scratch: Floats, counts: Sequence[int]) -> list[Change]:
     return found or [Change(None, scratch)]
 
 
-def followed_blocks(run: Run, block: int) -> list[int]:
-    """The blocks whose copies a worker reads: those before it, and with look-ahead the next."""
-    if not run.model.relays:
-        return []
-    ahead = run.model.coupling == "look_ahead" and block + 1 < run.model.blocks
-    return [*range(block), *([block + 1] if ahead else [])]
-
-
 def trainer_main(connection: Connection, order: dict[str, Any], memory: Any) -> None:
     """The process. It ends when it is told to, or when the other end of the pipe is gone."""
     signal.signal(signal.SIGINT, signal.SIG_IGN)  # Ctrl-C reaches us too; the node decides
@@ -147,7 +142,7 @@ class _Trainer:
         device = choose_device(settings.device)
         self.run, self.connection, self.shared = run, connection, shared
         self.worker = BlockWorker(run, settings.block, device, autocast_dtype(device))
-        followed = followed_blocks(run, settings.block)
+        followed = followed_blocks(run.model, settings.block)
         steps = run.training.copy_steps
         self.copies = {j: MovingCopy(initial_block(run, j).to(device), steps) for j in followed}
         corpus = load_corpus(settings.data_spec)

@@ -19,8 +19,9 @@ from __future__ import annotations
 
 import asyncio
 import contextlib
+import logging
 import re
-from collections.abc import Awaitable, Callable, Iterable
+from collections.abc import Awaitable, Callable, Iterable, Iterator
 from dataclasses import dataclass
 from pathlib import Path
 from typing import Any, cast
@@ -45,6 +46,7 @@ PROBE_EVERY_S = 2.0  # whether somebody who could not be reached is back
 PREAMBLE_S = 5.0
 _P2P_PART = bytes([0xA5, 0x03, PEER_ID_BYTES])  # multiaddress code 421 and a length
 INCOMING_STREAMS = 256  # beyond that a stream is dropped unheard
+_log = logging.getLogger(__name__)
 
 
 # --- p2pd's control protocol --------------------------------------------------------------------
@@ -157,7 +159,12 @@ class Transport:
         self, peer_id: bytes, known: Iterable[str], deadline: Deadline, protocol: str = ""
     ) -> P2pdStream:
         """A stream to a peer: over a connection that is there, else direct, else relayed."""
-        protocol = protocol or STREAM_PROTOCOL
+        with _unreachable_at_worst():
+            return await self._dial(peer_id, list(known), deadline, protocol or STREAM_PROTOCOL)
+
+    async def _dial(
+        self, peer_id: bytes, known: list[str], deadline: Deadline, protocol: str
+    ) -> P2pdStream:
         ways = addresses.direct(known), addresses.relayed(known)
         if peer_id in self._silent:
             await self._renew_if_stale(peer_id, ways[0])
@@ -238,15 +245,16 @@ class Transport:
         whoever is back is unreachable for as long. So after a first failure it is not asked before
         the peer's daemon has greeted us.
         """
-        known = list(known)
-        if peer_id in self._unreached:
-            known = await self._worth_dialling(peer_id, known)
-        try:
-            await self._connect(peer_id, known, timeout_s)
-        except (Unreachable, Stalled):
-            self._note_unreached(peer_id)
-            raise
-        self._unreached.pop(peer_id, None)
+        with _unreachable_at_worst():
+            known = list(known)
+            if peer_id in self._unreached:
+                known = await self._worth_dialling(peer_id, known)
+            try:
+                await self._connect(peer_id, known, timeout_s)
+            except (Unreachable, Stalled):
+                self._note_unreached(peer_id)
+                raise
+            self._unreached.pop(peer_id, None)
 
     def _note_unreached(self, peer_id: bytes) -> None:
         self._unreached[peer_id] = asyncio.get_running_loop().time()
@@ -343,6 +351,19 @@ class Transport:
         if answer.type == p2pd_pb2.Response.ERROR:
             raise Unreachable(f"p2pd: {_one_line(answer.error.msg)}")
         return answer
+
+
+@contextlib.contextmanager
+def _unreachable_at_worst() -> Iterator[None]:
+    """Whatever a stranger's address breaks on the way (parsers, the resolver) is the stranger's
+    trouble: who dials expects that somebody cannot be reached, and nothing else."""
+    try:
+        yield
+    except WireError:
+        raise
+    except Exception as error:
+        _log.debug("an address that breaks something", exc_info=True)
+        raise Unreachable(f"cannot be dialled ({type(error).__name__})") from error
 
 
 def _packed(address: str) -> bytes:

@@ -18,6 +18,7 @@ from dataclasses import dataclass
 from protocol.errors import WireError
 from protocol.frames import content_digest
 from protocol.limits import (
+    BLOCK_NONE,
     CLOCK_SKEW_S,
     KEYS_PER_NODE,
     RECORDS_CONSIDERED,
@@ -177,7 +178,8 @@ class RecordTable:
 
     A full key drops from the network (address group) that holds most of it, the latest comer
     first: a flood from one place displaces itself, and peers that were here before it stay. With
-    `runs` given, other runs' records are not kept at all.
+    `runs` given, other runs' records are not kept at all; with `blocks`, none of blocks that the
+    run does not have, which would cost one identity nothing and take all of the keys.
     """
 
     def __init__(
@@ -185,11 +187,14 @@ class RecordTable:
         runs: frozenset[bytes] = frozenset(),
         records_per_key: int = RECORDS_PER_KEY,
         keys: int = KEYS_PER_NODE,
+        blocks: int | None = None,
     ) -> None:
         self._runs = runs
+        self._blocks = blocks
         self._records_per_key = records_per_key
         self._max_keys = keys
         self._keys: dict[bytes, _Key] = {}
+        self._breadth: Counter[bytes] = Counter()  # subkey -> under how many keys it stands
 
     def __len__(self) -> int:
         return sum(len(held.records) for held in self._keys.values())
@@ -205,27 +210,61 @@ class RecordTable:
         """Decide about a *verified* record. Time is bounded by records_per_key."""
         if self._runs and signed.record.run not in self._runs:
             return Verdict(False, reason="another run")
+        if self._blocks is not None and self._blocks <= signed.record.block != BLOCK_NONE:
+            return Verdict(False, reason="a block that the run does not have")
         held = self._keys.get(signed.key)
         if held is None:
-            if len(self._keys) >= self._max_keys and not self._drop_dead_key(now_s):
-                return Verdict(False, reason="too many keys")
-            held = self._keys[signed.key] = _Key()
+            return self._begin_key(signed, now_s)
         previous = held.records.get(signed.subkey)
         if previous is not None and signed.freshness <= previous.freshness:
             return Verdict(False, reason="older than the record held")
+        self._breadth[signed.subkey] += previous is None
         held.put(signed)
         if len(held.records) <= self._records_per_key:
             return Verdict(True)
         evicted = held.dead(now_s) or (held.superfluous(signed.subkey),)
         for subkey in evicted:
             held.drop(subkey)
+        self._narrow(evicted)
         if signed.subkey in evicted:
             return Verdict(False, reason="its network has its share of this key already")
         return Verdict(True, evicted)
 
-    def _drop_dead_key(self, now_s: float) -> bool:
+    def _begin_key(self, signed: SignedRecord, now_s: float) -> Verdict:
+        evicted: tuple[bytes, ...] = ()
+        if len(self._keys) >= self._max_keys:
+            key = self._dead_key(now_s) or self._widest_key(self._breadth.get(signed.subkey, 0) + 1)
+            if key is None:
+                return Verdict(False, reason="too many keys")
+            evicted = tuple(self._keys.pop(key).records)
+            self._narrow(evicted)
+        held = self._keys[signed.key] = _Key()
+        held.put(signed)
+        self._breadth[signed.subkey] += 1
+        return Verdict(True, evicted)
+
+    def _dead_key(self, now_s: float) -> bytes | None:
         for key, held in self._keys.items():
             if len(held.dead(now_s)) == len(held.records):
-                del self._keys[key]
-                return True
-        return False
+                return key
+        return None
+
+    def _widest_key(self, breadth: int) -> bytes | None:
+        """The key of those who stand under most keys; None if nobody has more than `breadth`.
+
+        A key counts as its most modest owner does: whoever spreads over keys that others use as
+        well cannot take those along.
+        """
+        widest: bytes | None = None
+        for key, held in self._keys.items():
+            if all(self._breadth[subkey] > breadth for subkey in held.records):
+                breadth = min(self._breadth[subkey] for subkey in held.records)
+                widest = key
+        return widest
+
+    def _narrow(self, subkeys: Iterable[bytes]) -> None:
+        """Their records under one key are gone."""
+        for subkey in subkeys:
+            self._breadth[subkey] -= 1
+            if not self._breadth[subkey]:
+                del self._breadth[subkey]

@@ -42,6 +42,7 @@ RECORDS_CONSIDERED = 2048
 SIGNATURES_PER_LOOKUP = 512
 ADDRESSES_PER_RECORD = 4
 ADDRESS_MAX_BYTES = 160  # a relayed IPv6 address with the relay's peer id is about 130
+LABEL_MAX_BYTES = 63  # between two dots of a name in an address: DNS has no longer ones
 # Peers that were seen for so many rounds are preferred; identities are free, patience is not.
 SEEN_ROUNDS = 3
 
@@ -58,6 +59,9 @@ TIME_MAX_S = 1e11  # the year 5138: rejects milliseconds and nonsense
 IP_MAX_BYTES = 45  # an IPv6 address with an IPv4 one at its end, the longest form
 TEXT_MAX_BYTES = 256  # a reason for a person: one line, never a page
 MAP_MAX_FIELDS = 48  # known fields are under 16; the rest is room for newer minor versions
+# Of a list in a map; known ones have at most 64. Nested 1024 deep, as far as msgpack goes, lists
+# of this length take 1 MiB before the first item is there.
+LIST_MAX_ITEMS = 128
 NORM_MAX = 2**53 - 1  # in quanta of 2^-24; 2^31 weights at their limit have a norm of 2^46.5
 SCALE_MAX = 1 << 16  # the part of an update that went in, in 1/65536
 SCORE_MAX = 1 << 20  # a cosine in 1/1024 is at most 2^10; the rest is room for other rules
@@ -94,7 +98,17 @@ STALL_S = 10.0  # no byte for so long and the peer counts as gone
 RESTS_S = 60.0  # no question for so long and a stream that has carried one is given up
 CONTROL_DEADLINE_S = 15.0  # a whole exchange without a bulk payload
 BULK_DEADLINE_S = 600.0  # the ceiling for a bulk transfer; rounds set a shorter one
-CONCURRENT_TRANSFERS = 8  # beyond that: `busy`. 8 x 256 KiB chunks both ways stays small
+# A bulk answer has this and the time that its bytes take at the least rate: who reads more slowly
+# on purpose gives its place back soon. An honest newcomer asks for 70 KB/s of a shard itself.
+BULK_GRACE_S = 10.0
+BULK_LEAST_BYTES_PER_S = 64 * KIB
+# Aggregates and shards at once; beyond that: `busy`. 8 x 256 KiB chunks both ways stays small.
+CONCURRENT_TRANSFERS = 8
+TRANSFERS_PER_PEER = 2  # newcomers ask a donor for one thing at a time
+# Updates have places of their own, since a round does not wait: a group of 16 pulls ours at the
+# same moment, and some of them what they miss of others'.
+UPDATE_TRANSFERS = 24
+UPDATES_PER_PEER = 3
 STREAMS_PER_PEER = 4  # one peer must not take all of the places
 BUSY_RETRY_MAX_S = 120.0  # a peer cannot park us longer than this by saying `busy`
 

@@ -16,7 +16,14 @@ from typing import Any, TypeVar, cast
 import msgpack
 
 from protocol.errors import WireError
-from protocol.limits import BLOCK_MAX, BLOCK_NONE, DIGEST_BYTES, MAP_MAX_FIELDS, ROW_MAX_COLUMNS
+from protocol.limits import (
+    BLOCK_MAX,
+    BLOCK_NONE,
+    DIGEST_BYTES,
+    LIST_MAX_ITEMS,
+    MAP_MAX_FIELDS,
+    ROW_MAX_COLUMNS,
+)
 
 T = TypeVar("T")
 Check = Callable[[object], object]
@@ -30,8 +37,14 @@ def pack(value: object) -> bytes:
     return cast(bytes, msgpack.packb(value, use_bin_type=True))
 
 
-def unpack(data: bytes | bytearray | memoryview, max_bytes: int) -> object:
-    """One msgpack value. Memory is bounded by `max_bytes`: no length inside may exceed it."""
+def unpack(
+    data: bytes | bytearray | memoryview, max_bytes: int, max_items: int = LIST_MAX_ITEMS
+) -> object:
+    """One msgpack value. Memory is bounded by `max_bytes` and `max_items`.
+
+    Lists need a limit of their own: msgpack allocates one as soon as its length is read, and
+    thousands of lengths nest in a few KB. Text and bytes are only made once they are all there.
+    """
     if len(data) > max_bytes:
         raise Malformed(f"{len(data)} bytes of msgpack, the limit is {max_bytes}")
     try:
@@ -41,6 +54,7 @@ def unpack(data: bytes | bytearray | memoryview, max_bytes: int) -> object:
             strict_map_key=True,
             object_pairs_hook=_dict_without_duplicates,
             ext_hook=_refuse_extension,
+            max_array_len=max_items,
             max_map_len=MAP_MAX_FIELDS,
             max_ext_len=0,
         )
@@ -156,13 +170,17 @@ def digest() -> Check:
     return blob(DIGEST_BYTES, DIGEST_BYTES)
 
 
-def digest_or_empty() -> Check:
-    exact = digest()
+def or_empty(exact: Check) -> Check:
+    """Bytes that pass `exact`, or none at all."""
 
     def check(value: object) -> object:
         return value if value == b"" and isinstance(value, bytes) else exact(value)
 
     return check
+
+
+def digest_or_empty() -> Check:
+    return or_empty(digest())
 
 
 def text(maximum_bytes: int) -> Check:

@@ -10,6 +10,7 @@ from __future__ import annotations
 import struct
 from collections.abc import Iterable, Sequence
 from dataclasses import dataclass
+from itertools import pairwise
 
 from protocol import identity as identities
 from protocol.frames import BytesLike, Oversize, content_digest
@@ -214,7 +215,7 @@ def pack_log(entries: Sequence[LogEntry]) -> bytes:
     for e in entries:
         if len(e.contributions) > CONTRIBUTIONS_PER_ENTRY:
             raise Malformed(f"a log entry of {len(e.contributions)} contributions")
-        parts = b"".join(_CONTRIBUTION.pack(*_checked(part)) for part in e.contributions)
+        parts = b"".join(_CONTRIBUTION.pack(*part) for part in _checked(e.contributions))
         row = (e.round, e.parent, e.weights, e.step, e.median_norm, parts)
         rows.append([check(value) for check, value in zip(_ENTRY_ROW, row, strict=True)])
     return pack(rows)
@@ -237,16 +238,22 @@ def unpack_log(payload: BytesLike) -> list[LogEntry]:
 def _contributions(data: bytes) -> tuple[Contribution, ...]:
     if len(data) % CONTRIBUTION_BYTES:
         raise Malformed("contributions of a log entry that are cut off")
-    return tuple(_checked(part) for part in _CONTRIBUTION.iter_unpack(data))
+    return _checked(_CONTRIBUTION.iter_unpack(data))
 
 
-def _checked(part: Contribution) -> Contribution:
-    update, sender, scale, score = part
-    digest()(update)
-    identities.public_key_of(sender)
-    uint(SCALE_MAX)(scale)
-    uint(SCORE_MAX, -SCORE_MAX)(score)
-    return update, sender, scale, score
+def _checked(parts: Iterable[Contribution]) -> tuple[Contribution, ...]:
+    found = tuple(parts)
+    for update, sender, scale, score in found:
+        digest()(update)
+        identities.public_key_of(sender)
+        uint(SCALE_MAX)(scale)
+        uint(SCORE_MAX, -SCORE_MAX)(score)
+    # One order only, so that one consensus has one entry; and nobody counts twice in it.
+    if any(one[0] >= next_one[0] for one, next_one in pairwise(found)):
+        raise Malformed("contributions of a log entry that are not in order")
+    if len({sender for _, sender, _, _ in found}) != len(found):
+        raise Malformed("two contributions of one sender in a log entry")
+    return found
 
 
 @dataclass(frozen=True)

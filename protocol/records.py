@@ -27,6 +27,7 @@ from protocol.limits import (
     CLOCK_SKEW_S,
     DHT_KEY_BYTES,
     DIGEST_BYTES,
+    LABEL_MAX_BYTES,
     PEER_ID_BYTES,
     PROPOSAL_MAX_MS,
     RECORD_LIFE_MAX_S,
@@ -103,6 +104,16 @@ HOST_PATTERN = re.compile(
 )
 
 
+_LABEL = rf"[A-Za-z0-9_-]{{1,{LABEL_MAX_BYTES}}}"
+_HOST_NAME = re.compile(rf"{_LABEL}(\.{_LABEL})*", re.ASCII)
+
+
+def is_host_name(text: str) -> bool:
+    """Whether a resolver can be asked for it. Of an empty or a long label Python's makes an error
+    of its own, which nobody who dials expects."""
+    return _HOST_NAME.fullmatch(text) is not None
+
+
 def _address(value: object) -> str:
     """A multiaddress that can be dialled: a host, a port, then anything printable."""
     if not isinstance(value, str) or len(value) > ADDRESS_MAX_BYTES:
@@ -119,7 +130,7 @@ def _address(value: object) -> str:
             raise Malformed("not an IP address") from None
         if host.version != int(match[1][2]) or host.is_unspecified or host.is_multicast:
             raise Malformed("an address that nobody can dial")
-    elif not re.fullmatch(r"[A-Za-z0-9.-]+", match[2]):
+    elif not is_host_name(match[2]):
         raise Malformed("not a host name")
     return value
 

@@ -13,6 +13,7 @@ import struct
 from dataclasses import dataclass
 from enum import IntEnum
 
+from protocol.identity import public_key_of
 from protocol.limits import (
     BLOCK_MAX,
     BLOCK_NONE,
@@ -33,7 +34,18 @@ from protocol.limits import (
     Kind,
 )
 from protocol.messages import Message, Purpose
-from protocol.packing import Malformed, blob, block_id, digest, list_of, number, text, uint, wire
+from protocol.packing import (
+    Malformed,
+    blob,
+    block_id,
+    digest,
+    list_of,
+    number,
+    or_empty,
+    text,
+    uint,
+    wire,
+)
 
 _HOP = struct.Struct(f">H{DIGEST_BYTES}sdB")
 _VERSION = struct.Struct(f">HQ{DIGEST_BYTES}s")
@@ -65,6 +77,13 @@ class Hop:
         return head + b"".join(self.peers)
 
 
+def _peer(value: object) -> bytes:
+    if not isinstance(value, bytes):
+        raise Malformed("expected a peer id")
+    public_key_of(value)
+    return value
+
+
 def unpack_hop(data: object) -> Hop:
     """A hop that a stranger sent. Raises `Malformed`."""
     if not isinstance(data, bytes) or len(data) < _HOP.size:
@@ -77,7 +96,7 @@ def unpack_hop(data: object) -> Hop:
     if len(data) != _HOP.size + count * PEER_ID_BYTES:
         raise Malformed("a hop of another length than it says")
     at = range(_HOP.size, len(data), PEER_ID_BYTES)
-    return Hop(block, version, weight, tuple(data[i : i + PEER_ID_BYTES] for i in at))
+    return Hop(block, version, weight, tuple(_peer(data[i : i + PEER_ID_BYTES]) for i in at))
 
 
 def _hop(value: object) -> object:
@@ -111,10 +130,7 @@ def _version(value: object) -> object:
     return value
 
 
-_peer = blob(PEER_ID_BYTES, PEER_ID_BYTES)
-_peer_or_empty = blob(0, PEER_ID_BYTES)
 _id = blob(SWEEP_ID_BYTES, SWEEP_ID_BYTES)
-_id_or_empty = blob(0, SWEEP_ID_BYTES)
 _purpose = int(Purpose.SERVING)
 
 
@@ -171,7 +187,7 @@ class Sweep(Message):
     part: int = wire("part", uint(SWEEP_PARTS_MAX - 1), 0)
     parts: int = wire("parts", uint(SWEEP_PARTS_MAX, 1), 1)
     start: int = wire("start", uint(SWEEP_CONTEXT_MAX), 0)
-    session: bytes = wire("session", _id_or_empty, b"")
+    session: bytes = wire("session", or_empty(_id), b"")
     temperature: float = wire("temperature", number(0, 100))  # of the sampling; 0: greedy
     top_k: int = wire("top_k", uint(256), 0)
     seed: int = wire("seed", uint(2**53 - 1), 0)
@@ -180,7 +196,7 @@ class Sweep(Message):
     weight: float = wire("weight", number(0, SWEEP_WEIGHT_MAX * SWEEP_HOPS_MAX), 0.0)
     budget_s: float = wire("budget", number(0, SWEEP_BUDGET_MAX_S))
     hop_s: float = wire("hop", number(0.01, SWEEP_HOP_MAX_S))
-    client: bytes = wire("client", _peer_or_empty, b"")
+    client: bytes = wire("client", or_empty(_peer), b"")
     path: tuple[bytes, ...] = wire("path", list_of(_peer, SWEEP_HOPS_MAX), ())
     missing: tuple[int, ...] = wire("missing", list_of(block_id, SWEEP_HOPS_MAX), ())
     purpose: int = wire("purpose", uint(255), _purpose)
@@ -207,7 +223,7 @@ class Sweep(Message):
         blocks = [hop.block for hop in hops]
         if blocks != sorted(set(blocks)):
             raise Malformed("a route that does not go through the blocks in order")
-        if self.mode == Mode.VERIFY and (self.drafts != 1 or len(self.session) != SWEEP_ID_BYTES):
+        if self.mode == Mode.VERIFY and (self.drafts != 1 or not self.session):
             raise Malformed("a verification has one draft and a session")
         if self.mode == Mode.ONE_SWEEP and (self.session or self.start or not self.length):
             raise Malformed("one sweep has drafts and no session")
@@ -219,7 +235,7 @@ class Sweep(Message):
             raise Malformed("only long drafts come in parts")
         if self.part >= self.parts or (self.part and not self.place):
             raise Malformed("a part of something else")
-        if self.place and len(self.client) != PEER_ID_BYTES:
+        if self.place and not self.client:
             raise Malformed("a sweep of nobody")
         if self.start + self.context + self.length > SWEEP_CONTEXT_MAX:
             raise Malformed("a sweep longer than any context")
@@ -284,6 +300,6 @@ class SweepFailed(Message):
     sweep: bytes = wire("sweep", _id)
     trouble: int = wire("trouble", uint(65535))
     block: int = wire("block", block_id, BLOCK_NONE)
-    blamed: bytes = wire("blamed", _peer_or_empty, b"")
+    blamed: bytes = wire("blamed", or_empty(_peer), b"")
     reason: str = wire("reason", text(TEXT_MAX_BYTES), "")
     purpose: int = wire("purpose", uint(255), _purpose)

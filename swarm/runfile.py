@@ -22,7 +22,7 @@ from typing import Any, Literal, TypeVar, get_args, get_origin, get_type_hints
 from protocol.codec import MAX_SIZE, CodecSpec
 from protocol.errors import UsageError
 from protocol.frames import content_digest
-from protocol.limits import PAYLOAD_MAX_BYTES, TIME_MAX_S, Kind
+from protocol.limits import LOG_ENTRIES_PER_REPLY, PAYLOAD_MAX_BYTES, TIME_MAX_S, Kind
 from swarm.cost import block_parameters, worker_memory_bytes
 from swarm.deadline import DeadlineRules
 from swarm.round_state import RoundRules
@@ -35,7 +35,9 @@ MAX_LINE_BYTES = 160
 MAX_QUOTED = 300  # characters of a stranger's text in an error
 MAX_PARAMETERS = 2**35  # of the whole model: 137 GB of fp32, which a host of the last block reads
 MAX_WORKER_BYTES = 2**40  # a run that needs more memory than this is a mistake or an attack
-MAX_SNAPSHOT_EVERY = 256  # the log keeps 1024 entries, and two snapshots must be among them
+# Newcomers start from a snapshot that a log reply reaches back to, and replicas keep the last two:
+# the older one is up to twice as many rounds back as there are from one snapshot to the next.
+MAX_SNAPSHOT_EVERY = LOG_ENTRIES_PER_REPLY // 2
 MAX_SHORT_ROUNDS = 1000
 LATER: Mapping[str, Any] = {"denoise_share": 0.0, "ahead_learns": False}  # of [training]
 
@@ -118,6 +120,12 @@ class ExchangeRules:
         if not _CODEC.fullmatch(self.codec):
             raise RunFileError("exchange.codec is not the name of a codec", "try topk:0.02:2")
         CodecSpec.parse(self.codec)
+        if self.snapshot_every > MAX_SNAPSHOT_EVERY:
+            raise RunFileError(
+                f"exchange.snapshot_every is {self.snapshot_every}; with more than "
+                f"{MAX_SNAPSHOT_EVERY} newcomers would find no snapshot to start from",
+                f"set snapshot_every = {MAX_SNAPSHOT_EVERY} or less",
+            )
         _between("exchange.snapshot_every", self.snapshot_every, 1, MAX_SNAPSHOT_EVERY)
         _between("exchange.min_replicas", self.min_replicas, 1, 1024)
 
@@ -144,11 +152,19 @@ class RunFile:
         model, training = self.run.model, self.run.training
         if training.steps != scheduled_steps(training, self.rounds.count):
             raise RunFileError("training.steps is not what rounds.count makes it")
+        if self.run.noise.adaptive:
+            raise RunFileError(
+                "noise.adaptive: in a swarm sigmas cannot adapt, or the replicas of a block would "
+                "train on different ones",
+                "set adaptive = false; `blockswarm train --adaptive-sigma` has it",
+            )
         if model.relays and training.staggered and self.exchange.snapshot_every < model.blocks:
+            possible = model.blocks <= MAX_SNAPSHOT_EVERY
+            enough = f"set snapshot_every = {model.blocks} or more, or " if possible else "set "
             raise RunFileError(
                 "exchange.snapshot_every is below model.blocks: the log would forget versions that "
                 "staggered copies still read",
-                f"set snapshot_every = {model.blocks} or more, or staggered = false",
+                f"{enough}staggered = false",
             )
 
     def _check_size(self) -> None:

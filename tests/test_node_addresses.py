@@ -68,6 +68,8 @@ def test_parse(text: str, scope: Scope, is_relayed: bool, ipv6: bool) -> None:
         "/ip4/1.2.3.4",
         "/ip4/1.2.3.4/tcp/1/\x1b[31m",
         "/ip4/1.2.3.4/tcp/1/" + "x" * 200,
+        "/dns/a..b/tcp/1",
+        "/dns/" + "x" * 64 + "/tcp/1",
     ],
 )
 def test_what_is_no_address(text: str) -> None:

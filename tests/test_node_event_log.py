@@ -65,3 +65,15 @@ def test_of_a_long_log_only_the_end_is_read(
     monkeypatch.setattr(event_log, "LATELY_BYTES", 500)
     found = list(log.lately())
     assert found[-1] == event("left 49") and 2 <= len(found) < 20
+
+
+def test_a_half_written_line_costs_only_itself(tmp_path: Path) -> None:
+    """A killed writer or a full disk left it: what is written next must not be glued to it."""
+    log = EventLog(tmp_path, lambda text: None)
+    log.write(event("started"))
+    with open(log.path, "ab") as file:
+        file.write(b'{"half": ')
+    for what in ("resumed", "left"):
+        log.write(event(what))
+    assert list(log.lately()) == [event("started"), event("resumed"), event("left")]
+    assert log.path.read_bytes().count(b"\n") == 4

@@ -14,7 +14,7 @@ from virtual_time import run_virtually
 
 # isort: split
 from node.network import Network, NetworkSettings
-from node.pace import BURST_S, PIECE_BYTES, SMALL_BYTES, PacedStream, Rate
+from node.pace import BURST_S, DEBT_S, PIECE_BYTES, SMALL_BYTES, PacedStream, Rate
 from node.service import Reply, Status
 from protocol import messages
 from protocol.frames import Stalled
@@ -92,6 +92,42 @@ def test_what_cannot_be_in_time_is_said_at_once() -> None:
         up.moved(int(20 * RATE))
         with pytest.raises(Stalled, match="rate"):
             await PacedStream(Wire(), up, None).write(bytes(100_000), 5.0)
+
+    run_virtually(main())
+
+
+@pytest.mark.parametrize("direction", ["up", "down"])
+def test_small_messages_leave_bulk_a_debt_of_seconds_at_most(direction: str) -> None:
+    """They never wait. A minute of them left bulk without a turn for seven."""
+
+    async def main() -> None:
+        loop, limit = asyncio.get_running_loop(), rate()
+        up, down = (limit, None) if direction == "up" else (None, limit)
+        for _ in range(600):  # eight times what is allowed
+            stream = PacedStream(Wire(), up, down)
+            await stream.write(bytes(8_000), 1.0)
+            assert len(await stream.read(8_000, 1.0)) == 8_000
+            await asyncio.sleep(0.01)
+        assert limit.wait_s() <= DEBT_S
+        began_s = loop.time()
+        bulk = PacedStream(Wire(), up, down)
+        await bulk.write(bytes(100_000), 10.0)
+        for _ in range(7):
+            await bulk.read(PIECE_BYTES, 10.0)
+        assert loop.time() - began_s <= DEBT_S + 100_000 / RATE + 0.5
+
+    run_virtually(main())
+
+
+def test_bulk_of_many_streams_still_keeps_to_the_rate() -> None:
+    """The bound on the debt is for what does not wait: bulk must not profit from it."""
+
+    async def main() -> None:
+        loop, up = asyncio.get_running_loop(), Rate(0.0, asyncio.get_running_loop().time)
+        began_s = loop.time()
+        streams = [PacedStream(Wire(), up, None) for _ in range(8)]
+        await asyncio.gather(*(s.write(bytes(10 * PIECE_BYTES), 60.0) for s in streams))
+        assert loop.time() - began_s >= 0.7 * 80 * PIECE_BYTES / up.bytes_per_s
 
     run_virtually(main())
 

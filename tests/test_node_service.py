@@ -15,9 +15,18 @@ from node.gate import Gate
 from node.service import AGENT, Reply, Service, Status, serve_basics
 from protocol import frames, messages
 from protocol.frames import Channel, Chunks, Deadline, content_digest
-from protocol.identity import generate
+from protocol.identity import generate, peer_id_of
 from protocol.ledger import Ledger
-from protocol.limits import BLOCK_NONE, EXCHANGES_PER_STREAM
+from protocol.limits import (
+    BLOCK_NONE,
+    BULK_DEADLINE_S,
+    BULK_GRACE_S,
+    BULK_LEAST_BYTES_PER_S,
+    CONCURRENT_TRANSFERS,
+    EXCHANGES_PER_STREAM,
+    TRANSFERS_PER_PEER,
+    Kind,
+)
 from protocol.messages import ErrorCode, Message, Purpose, purpose_of
 from protocol.payloads import unpack_records
 from protocol.records import Record, Role, SignedRecord, seal
@@ -159,7 +168,7 @@ def test_a_handler_that_hangs_costs_one_deadline() -> None:
 
     service.serve(messages.UpdateRequest, hangs, bulk=True)
     run(talk(service, conversation))
-    assert service.gate.inside == 0
+    assert service.transfers == 0
 
 
 def test_a_silent_peer_is_told_and_let_go() -> None:
@@ -215,12 +224,12 @@ def test_a_payload_that_breaks_off_breaks_the_stream() -> None:
     for bulk in (True, False):
         service.serve(messages.UpdateRequest, update, bulk)
         run(talk(service, conversation))
-        assert service.gate.inside == 0
+        assert service.transfers == 0
 
 
 def test_busy_beyond_the_places_for_transfers_and_for_streams() -> None:
     async def main() -> None:
-        service, _ = basic_service(gate=Gate(1), streams=Gate(3, per_peer=2))
+        service, _ = basic_service(updates=Gate(1), streams=Gate(3, per_peer=2))
         go_on, began = asyncio.Event(), asyncio.Event()
 
         async def update(request: messages.UpdateRequest, _: bytes) -> Reply:
@@ -314,6 +323,141 @@ def test_a_stream_between_two_questions_takes_no_place_unless_too_many_rest() ->
 
         await talk(service, lambda c: resting(c, 0))
         assert service._resting.inside == 0 and service._streams.inside == 0
+
+    run(main())
+
+
+SHARD = messages.ShardRequest(run=RUN, block=2, digest=RUN, shard=0)
+
+
+class Reads:
+    """A peer that asks one thing and then takes `pause_s` for every 256 KiB of the answer."""
+
+    def __init__(self, question: bytes, pause_s: float) -> None:
+        self.question, self.pause_s = question, pause_s
+        self.heard, self.writes = b"", 0
+
+    async def read(self, max_bytes: int, timeout_s: float) -> bytes:
+        part, self.question = self.question[:max_bytes], self.question[max_bytes:]
+        return part
+
+    async def write(self, data: frames.BytesLike, timeout_s: float) -> None:
+        if self.pause_s > timeout_s:
+            await asyncio.sleep(timeout_s)
+            raise frames.Stalled("no byte moved in time")
+        await asyncio.sleep(self.pause_s)
+        self.heard += bytes(data[:64])
+        self.writes += 1
+
+    async def close(self) -> None: ...
+
+    def abort(self) -> None: ...
+
+    @property
+    def kind(self) -> int:
+        """Of the answer."""
+        return int.from_bytes(self.heard[6:8], "big")
+
+
+def question(request: Message) -> bytes:
+    return frames.encode_head(request.KIND, request.to_header(), 0)
+
+
+def serving_bulk(**changes: Any) -> Service:
+    service, _ = basic_service(**changes)
+
+    async def shard(request: messages.ShardRequest, _: bytes) -> Reply:
+        return Reply(messages.ShardReply(shard=0), bytes(8 << 20))
+
+    async def update(request: messages.UpdateRequest, _: bytes) -> Reply:
+        return Reply(messages.UpdateReply(block=2, round=1), b"u" * 1000)
+
+    service.serve(messages.ShardRequest, shard, bulk=True)
+    service.serve(messages.UpdateRequest, update, bulk=True)
+    return service
+
+
+def test_who_reads_slowly_does_not_keep_updates_from_others() -> None:
+    """Eight slow readers of a snapshot, of two identities or of many, held all places."""
+
+    async def main() -> None:
+        for identities in (2, 8):
+            service = serving_bulk()
+            slow = [Reads(question(SHARD), 9.0) for _ in range(8)]
+            tasks = [
+                asyncio.create_task(
+                    service.on_stream(stream, peer_id_of(bytes([i % identities]) * 32))
+                )
+                for i, stream in enumerate(slow)
+            ]
+            await asyncio.sleep(0.05)
+            held = service.gate.inside
+            assert held == min(TRANSFERS_PER_PEER * identities, CONCURRENT_TRANSFERS)
+            askers = [Reads(question(UPDATE), 0.0) for _ in range(15)]  # a round: all at once
+            for asker in askers:
+                tasks.append(asyncio.create_task(service.on_stream(asker, generate().peer_id)))
+            await asyncio.sleep(0.05)
+            assert {asker.kind for asker in askers} == {Kind.UPDATE_REPLY}
+            for task in tasks:
+                task.cancel()
+            await asyncio.gather(*tasks, return_exceptions=True)
+
+    run(main())
+
+
+def test_a_bulk_answer_is_cut_off_when_it_is_read_too_slowly() -> None:
+    async def main() -> None:
+        # 8 MiB in 32 pieces: 0.64 s of pauses, where twice the least rate has 64 s.
+        quick = serving_bulk()
+        reader = Reads(question(SHARD), 0.02)
+        await quick.on_stream(reader, PEER)
+        assert reader.kind == Kind.SHARD_REPLY and reader.writes == 34  # head, pieces, digest
+        # The same pauses, but the least rate leaves 0.2 s: it is cut off, and the place is free.
+        strict = serving_bulk(bulk_grace_s=0.2)
+        strict._least_bytes_per_s = 1e12
+        began_s = time.monotonic()
+        await strict.on_stream(Reads(question(SHARD), 0.02), PEER)
+        assert time.monotonic() - began_s < 0.6
+        assert strict.transfers == 0
+
+    run(main())
+
+
+def test_the_time_for_a_bulk_answer_grows_with_it_and_with_our_own_slowness() -> None:
+    usual = Service(Ledger())
+    assert usual._bulk_s(0) == BULK_GRACE_S
+    assert usual._bulk_s(8 << 20) == BULK_GRACE_S + (8 << 20) / BULK_LEAST_BYTES_PER_S < 150
+    assert usual._bulk_s(512 << 20) == BULK_DEADLINE_S
+    slow = Service(Ledger(), up_bytes_per_s=125_000.0)  # the owner's limit, for all together
+    assert slow._bulk_s(100_000) == BULK_GRACE_S + 100_000 / (125_000 / 32)
+    assert Service(Ledger(), up_bytes_per_s=1e9)._bulk_s(1 << 20) == usual._bulk_s(1 << 20)
+
+
+def test_a_byte_now_and_then_after_a_refusal_does_not_hold_the_place() -> None:
+    """It did, for 64 times the deadline: what follows our last words has one deadline in all."""
+
+    class Drips:
+        garbage = b"garbage-garbage-garbage"
+
+        async def read(self, max_bytes: int, timeout_s: float) -> bytes:
+            if self.garbage:
+                part, self.garbage = self.garbage[:max_bytes], b""
+                return part
+            await asyncio.sleep(min(0.08, timeout_s))
+            return b"x"
+
+        async def write(self, data: frames.BytesLike, timeout_s: float) -> None: ...
+
+        async def close(self) -> None: ...
+
+        def abort(self) -> None: ...
+
+    async def main() -> None:
+        service, _ = basic_service(control_deadline_s=0.1)
+        began_s = time.monotonic()
+        await service.on_stream(Drips(), PEER)
+        assert time.monotonic() - began_s < 1.0
+        assert service._streams.inside == 0
 
     run(main())
 

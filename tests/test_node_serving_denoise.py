@@ -24,6 +24,7 @@ from node.sweep_compute import compute_joint, outcome_of, parcel_of
 from node.sweep_output import Order, Output
 from protocol.errors import UsageError
 from protocol.frames import Refused
+from protocol.identity import peer_id_of
 from protocol.parcel import Parcel, pack_parcel, parcel_bytes, unpack_parcel
 from protocol.records import Record, Role
 from protocol.serving import Hop, Mode, Sweep
@@ -34,7 +35,7 @@ from swarm.generate import Sampling
 from swarm.runfile import parse
 from swarm.writer import Ask
 
-PEER = b"p" * 38
+PEER = peer_id_of(b"p" * 32)
 SAMPLED = Sampling(0.9, 40, seed=3)
 
 

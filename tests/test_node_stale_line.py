@@ -15,10 +15,12 @@ from node import addresses
 from node.gate import Unreachable
 from node.hivemind_parts import p2pd_pb2
 from node.network import Network
-from node.stale_line import greets
+from node.stale_line import _greets, greets
+from node.transport import Transport
 from protocol import messages
 from protocol.errors import WireError
-from protocol.frames import Stalled
+from protocol.frames import Deadline, Stalled
+from protocol.identity import generate
 
 
 class Line:
@@ -224,5 +226,40 @@ def test_nobody_greets_where_nobody_is() -> None:
         port = server.sockets[0].getsockname()[1]
         assert not await greets([f"/ip4/127.0.0.1/tcp/{port}"])
         server.close()
+
+    run(main())
+
+
+@pytest.mark.parametrize("name", ["a..b", "x" * 70, ".", "a\0b"])
+def test_a_name_that_no_resolver_takes_greets_nobody(name: str) -> None:
+    """asyncio raises UnicodeError for these, which no caller of `greets` expects."""
+    run(_expect_silence(name))
+
+
+async def _expect_silence(name: str) -> None:
+    assert not await _greets(name, 4001)
+
+
+def test_whatever_an_address_breaks_its_peer_is_unreachable(
+    tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    async def breaks(known: Any) -> bool:
+        raise UnicodeError("label empty or too long")
+
+    async def main() -> None:
+        transport = Transport(tmp_path / "control", tmp_path / "incoming")
+
+        async def nobody() -> dict[bytes, list[str]]:
+            return {}
+
+        monkeypatch.setattr(transport, "connected", nobody)
+        monkeypatch.setattr("node.transport.greets", breaks)
+        peer_id, known = generate().peer_id, ["/ip4/127.0.0.1/tcp/9"]
+        transport._unreached[peer_id] = -60.0  # dialled in vain a while ago: it is probed first
+        with pytest.raises(Unreachable):
+            await transport.connect(peer_id, known, 1.0)
+        transport._silent[peer_id] = -60.0
+        with pytest.raises(Unreachable):
+            await transport.dial(peer_id, known, Deadline.after(1.0))
 
     run(main())

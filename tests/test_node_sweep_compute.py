@@ -11,12 +11,13 @@ import torch
 from conftest import MakeModel, MakeRun
 
 from node.sweep_compute import LostCache, Session, compute, parcel_of
+from protocol.identity import peer_id_of
 from protocol.parcel import Parcel
 from protocol.serving import Hop, Mode, Sweep
 from swarm.model import Block
 from swarm.sweep import Passage
 
-PEER = b"p" * 38
+PEER = peer_id_of(b"p" * 32)
 TEXTS = [b"abcde", b"swarm", b"\x00\xff..."]
 CLOSE = 1e-5  # a batch may add up in another order; near-ties below 1e-4 are counted apart
 

@@ -19,6 +19,7 @@ from node import sweep_output
 from node.sweep_compute import Session, compute, compute_parts, outcome_of, parcel_of
 from node.sweep_parts import Begun, PartsUnderWay
 from node.sweep_sessions import SESSIONS_MAX_BYTES, session_bytes
+from protocol.identity import peer_id_of
 from protocol.packing import Malformed
 from protocol.parcel import Parcel, pack_parcel, parcel_bytes, unpack_parcel
 from protocol.serving import Hop, Mode, Sweep
@@ -26,7 +27,7 @@ from swarm.composition import ComposedModel
 from swarm.generate import Sampling
 from swarm.sweep import Passage, joined
 
-PEER = b"p" * 38
+PEER = peer_id_of(b"p" * 32)
 KEY = (PEER, b"s" * 16, b"d" * 32)
 HOPS = tuple(Hop(block, b"d" * 32, float(block % 2 == 0), (PEER,)).pack() for block in range(3))
 SWEEP = Sweep(

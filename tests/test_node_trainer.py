@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import asyncio
 import dataclasses
+import multiprocessing
 import os
 import signal
 from collections.abc import AsyncIterator, Coroutine
@@ -17,10 +18,10 @@ from safetensors.numpy import load_file
 
 from node.data import load_corpus
 from node.trainer import Trainer, TrainerError
-from node.trainer_process import TrainerSettings, followed_blocks
+from node.trainer_process import TrainerSettings
 from swarm.fixed_point import to_fixed
 from swarm.flat import Change, initial_flat
-from swarm.run import ModelShape, Run, Training
+from swarm.run import ModelShape, Noise, Run, Training
 
 SHAPE = ModelShape(blocks=3, layers=1, width=16, heads=2, context=16)
 RUN = Run(model=SHAPE, training=Training(batch=2, steps=1000, warmup_steps=1))
@@ -173,6 +174,29 @@ def test_a_killed_process_is_noticed_and_nothing_waits_for_it(text: str) -> None
     run(check())
 
 
+def test_a_stop_that_is_cancelled_leaves_no_process(text: str) -> None:
+    """Nobody would know of it any more: it would train on beside the next one."""
+
+    async def check() -> None:
+        async with training(text) as (trainer, heard):
+            await trainer.begin_round(0, 10**6)
+            pid = trainer.pid
+            (process,) = [c for c in multiprocessing.active_children() if c.pid == pid]
+            assert pid is not None
+            os.kill(pid, signal.SIGSTOP)  # so that it answers no order, and the stop must wait
+            stopping = asyncio.create_task(trainer.stop())
+            await asyncio.sleep(0.02)
+            stopping.cancel()
+            with pytest.raises(asyncio.CancelledError):
+                await stopping
+            assert trainer.pid is None
+            await asyncio.to_thread(process.join, 10.0)
+            assert not process.is_alive() and not heard.died.is_set()
+            process.close()
+
+    run(check())
+
+
 def test_bad_data_is_refused_with_its_hint(tmp_path: Path) -> None:
     async def check() -> None:
         heard = Heard()
@@ -182,6 +206,19 @@ def test_bad_data_is_refused_with_its_hint(tmp_path: Path) -> None:
         with pytest.raises(TrainerError, match="nothing"):
             await trainer.start()
         assert trainer.pid is None
+
+    run(check())
+
+
+def test_a_run_whose_noise_gives_the_target_away_is_refused(text: str) -> None:
+    async def check() -> None:
+        heard = Heard()
+        leaky = dataclasses.replace(RUN, noise=Noise(sigma_min=0.1, sigma_max=10.0))
+        settings = TrainerSettings(leaky.to_dict(), 0, text, "host", "cpu", 1)
+        trainer = Trainer(settings, heard.on_progress, heard.died.set)
+        with pytest.raises(TrainerError, match="still tells") as refused:
+            await trainer.start()
+        assert "--sigma-min" in refused.value.hint
 
     run(check())
 
@@ -204,11 +241,3 @@ def test_another_text_than_the_run_names_is_refused(text: str) -> None:
         await trainer.stop()
 
     run(check())
-
-
-def test_which_blocks_a_worker_reads() -> None:
-    assert followed_blocks(RUN, 0) == [1]
-    assert followed_blocks(RUN, 1) == [0, 2]
-    assert followed_blocks(RUN, 2) == [0, 1]
-    alone = Run(model=ModelShape(coupling="independent"))
-    assert followed_blocks(alone, 2) == []

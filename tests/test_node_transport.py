@@ -262,11 +262,11 @@ def test_a_cancelled_transfer_leaves_no_task_and_no_stream(tmp_path: Path) -> No
                     b.request(a.peer_id, UPDATE, messages.UpdateReply, sink=sink)
                 )
                 await arrived.wait()
-                assert a.service.gate.inside == 1
+                assert a.service.transfers == 1
                 task.cancel()
                 with pytest.raises(asyncio.CancelledError):
                     await task
-                await until(lambda: a.transport.incoming_streams == 0 == a.service.gate.inside)
+                await until(lambda: a.transport.incoming_streams == 0 == a.service.transfers)
             assert len(asyncio.all_tasks()) == tasks
             # the daemons let go of the streams too
             await until(lambda: open_files(b.daemon.pid) <= held)
@@ -315,7 +315,8 @@ def test_a_stream_that_comes_in_at_the_very_end_is_ended_too(tmp_path: Path) -> 
 
 def test_a_busy_peer_says_so_and_is_asked_again_later(tmp_path: Path) -> None:
     async def main() -> None:
-        async with node(tmp_path, "a", gate=Gate(places=1)) as a:
+        async with node(tmp_path, "a") as a:
+            a.service.updates = Gate(places=1)
             go_on = asyncio.Event()
             began = asyncio.Event()
 

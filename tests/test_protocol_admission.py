@@ -14,6 +14,8 @@ from protocol import admission
 from protocol.admission import RecordTable, address_group, read_entries, select
 from protocol.identity import Identity, peer_id_of
 from protocol.limits import (
+    BLOCK_NONE,
+    KEYS_PER_NODE,
     RECORDS_CONSIDERED,
     RECORDS_PER_KEY,
     SIGNATURES_PER_LOOKUP,
@@ -148,6 +150,60 @@ def test_the_dead_go_first() -> None:
     table.offer(short, NOW_S)
     verdict = table.offer(third, NOW_S + 2)
     assert verdict.evicted == (short.subkey,)
+
+
+def test_one_peer_cannot_take_all_keys() -> None:
+    """Blocks are numbers that anybody can make up: it displaces its own keys, not others'."""
+    table = RecordTable(keys=20)
+    early = signed(2, "/ip4/2.2.2.2/tcp/1", block=1000)
+    assert table.offer(early, NOW_S).kept
+    for block in range(50):
+        table.offer(signed(1, "", block=block), NOW_S)
+    assert len(table) == 20
+    for number in range(3, 13):  # honest ones come later, each under a key of its own
+        late = signed(number, "", block=number + 100)
+        verdict = table.offer(late, NOW_S)
+        assert verdict.kept and verdict.evicted == (signed(1, "").subkey,)
+        assert table.entries(late.key, NOW_S) == [late]
+    assert table.entries(early.key, NOW_S) == [early]
+    assert not table.offer(signed(1, "", block=99), NOW_S).kept
+    assert len(table) == 20 == sum(table._breadth.values())
+
+
+def test_a_key_that_others_use_too_is_not_displaced() -> None:
+    table = RecordTable(keys=4)
+    both = next(s for seed in range(2, 99) if (s := signed(seed, "")).key == signed(1, "").key)
+    table.offer(signed(1, ""), NOW_S)
+    table.offer(both, NOW_S)
+    for block in (1, 2, 3):
+        table.offer(signed(1, "", block=block), NOW_S)
+    for number in range(200, 203):
+        assert table.offer(signed(number, "", block=number), NOW_S).kept
+    assert len(table.entries(both.key, NOW_S)) == 2
+    assert table.offer(signed(204, "", block=204), NOW_S).reason == "too many keys"
+
+
+def test_blocks_that_the_run_does_not_have_are_not_stored() -> None:
+    table = RecordTable(blocks=3)
+    for block in (0, 2, BLOCK_NONE):
+        assert table.offer(signed(1, "", block=block), NOW_S).kept
+    for block in (3, 4095):
+        assert "does not have" in table.offer(signed(1, "", block=block), NOW_S).reason
+    assert len(table) == 3
+
+
+def test_a_flood_of_made_up_blocks_is_answered_quickly() -> None:
+    """Whoever asks for a new key in a full table must not cost much; nobody wider is found."""
+    table = RecordTable(keys=KEYS_PER_NODE)
+    model = signed(0, "")
+    for number in range(KEYS_PER_NODE * 16):
+        subkey = subkey_of(peer_id_of((number % (KEYS_PER_NODE * 4)).to_bytes(32, "little")))
+        key = (number % KEYS_PER_NODE).to_bytes(20, "big")
+        table.offer(dataclasses.replace(model, key=key, subkey=subkey), NOW_S)
+    started = time.perf_counter()
+    for _ in range(20):
+        table.offer(signed(1, "", block=7), NOW_S)
+    assert time.perf_counter() - started < 5
 
 
 def test_keys_are_bounded_too() -> None:

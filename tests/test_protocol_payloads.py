@@ -56,7 +56,12 @@ VOTER = Identity(b"v" * 32)
 LISTED = tuple(update * 32 + VOTER.peer_id for update in (b"a", b"b"))
 VOTE = Vote(run=RUN, block=2, round=8, consensus=b"c" * 32, base_round=8, listed=LISTED)
 PART = (b"u" * 32, VOTER.peer_id, 65536, -1024)
-ENTRY = LogEntry(9, b"p" * 32, b"w" * 32, b"s" * 32, 1234, (PART, PART))
+OTHER = (b"v" * 32, Identity(b"o" * 32).peer_id, 0, 1024)
+ENTRY = LogEntry(9, b"p" * 32, b"w" * 32, b"s" * 32, 1234, (PART, OTHER))
+MANY = tuple(
+    (bytes([n]) * 32, Identity(bytes([n]) * 32).peer_id, 65536, -1024)
+    for n in range(CONTRIBUTIONS_PER_ENTRY + 1)
+)
 
 
 def test_records_travel_verbatim_and_are_verified_by_the_reader() -> None:
@@ -79,7 +84,7 @@ def test_the_longest_lists_fit_their_limits() -> None:
     vote = seal_vote(VOTER, dataclasses.replace(large, block=4095, listed=listed))
     assert len(vote.blob) <= VOTE_BLOB_MAX_BYTES
     assert len(pack_votes([vote] * VOTES_PER_REPLY)) <= PAYLOAD_MAX_BYTES[Kind.VOTE_REPLY]
-    parts = (PART,) * CONTRIBUTIONS_PER_ENTRY
+    parts = MANY[:-1]
     entry = LogEntry(ROUND_MAX + 1, b"a" * 32, b"b" * 32, b"c" * 32, NORM_MAX, parts)
     longest_log = pack_log([entry] * LOG_ENTRIES_PER_REPLY)
     assert len(longest_log) <= PAYLOAD_MAX_BYTES[Kind.LOG_REPLY]
@@ -164,11 +169,31 @@ def test_bad_contributions(part: tuple[bytes, bytes, int, int]) -> None:
             unpack_log(pack([[9, b"p" * 32, b"w" * 32, b"s" * 32, 7, raw]]))
 
 
+@pytest.mark.parametrize(
+    "parts",
+    [
+        (OTHER, PART),  # descending
+        (PART, PART),
+        (PART, (PART[0], *OTHER[1:])),  # an update twice
+        (PART, (OTHER[0], *PART[1:])),  # a sender twice
+        (PART, OTHER, (b"t" * 32, Identity(b"t" * 32).peer_id, 1, 1)),
+    ],
+)
+def test_contributions_have_one_order_and_no_sender_or_update_twice(
+    parts: tuple[tuple[bytes, bytes, int, int], ...],
+) -> None:
+    """Else one consensus would have several entries, and a sender several parts of it."""
+    with pytest.raises(Malformed):
+        pack_log([dataclasses.replace(ENTRY, contributions=parts)])
+    raw = b"".join(struct.pack(">32s38sIi", *part) for part in parts)
+    with pytest.raises(Malformed):
+        unpack_log(pack([[9, b"p" * 32, b"w" * 32, b"s" * 32, 7, raw]]))
+
+
 def test_no_log_is_sent_that_would_be_refused() -> None:
-    too_many = (PART,) * (CONTRIBUTIONS_PER_ENTRY + 1)
     for bad in (
         [ENTRY] * (LOG_ENTRIES_PER_REPLY + 1),
-        [dataclasses.replace(ENTRY, contributions=too_many)],
+        [dataclasses.replace(ENTRY, contributions=MANY)],
         [dataclasses.replace(ENTRY, round=-1)],
         [dataclasses.replace(ENTRY, median_norm=NORM_MAX + 1)],
         [dataclasses.replace(ENTRY, step=b"")],
@@ -190,7 +215,7 @@ ROW = [1, b"a" * 32, b"b" * 32, b"c" * 32, 5, b""]
         pack([ROW[:-1]]),
         pack([[*ROW[:-1], []]]),
         pack([[*ROW[:-1], b"x" * 77]]),
-        pack([[*ROW[:-1], struct.pack(">32s38sIi", *PART) * (CONTRIBUTIONS_PER_ENTRY + 1)]]),
+        pack([[*ROW[:-1], b"".join(struct.pack(">32s38sIi", *part) for part in MANY)]]),
         pack([[1, b"a" * 31, *ROW[2:]]]),
         pack([[-1, *ROW[1:]]]),
         pack([[ROUND_MAX + 2, *ROW[1:]]]),

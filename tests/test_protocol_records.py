@@ -224,7 +224,7 @@ def test_signature_of_another_purpose() -> None:
 
 def test_oversize() -> None:
     with pytest.raises(RecordOversize):
-        seal(OWNER, make(addresses=("/dns4/" + "a" * 140 + "/tcp/1",) * 4), NOW_S + 1)
+        seal(OWNER, make(addresses=("/dns4/" + "aaaaaa." * 20 + "a/tcp/1",) * 4), NOW_S + 1)
     with pytest.raises(RecordOversize):
         check(seal_fields({**record_map(make()), "future": "x" * 400}))
 
@@ -288,6 +288,11 @@ def test_missing_fields(name: str) -> None:
         "/ip4/224.0.0.1/udp/1",
         "/unix/tmp/socket",
         "/dns4/a b/tcp/1",
+        "/dns/a..b/tcp/4001",  # Python's resolver raises UnicodeError for these
+        "/dns/./tcp/4001",
+        "/dns/.a/tcp/4001",
+        "/dns/a./tcp/4001",
+        "/dns/" + "x" * 64 + ".b/tcp/4001",
         "/ip6/fe80::1%\x1b[31m/tcp/1",
         "/ip4/203.0.113.7/tcp/1/\x1b[2J",
         "/ip4/203.0.113.7/tcp/1/" + "x" * 200,
@@ -297,6 +302,12 @@ def test_missing_fields(name: str) -> None:
 def test_bad_addresses(address: str) -> None:
     with pytest.raises(Malformed):
         check(seal_fields({**record_map(make()), "a": [address]}))
+
+
+@pytest.mark.parametrize("name", ["a", "host.example", "x" * 63 + ".b", "0-9.A_z"])
+def test_names_that_can_be_looked_up(name: str) -> None:
+    address = f"/dns4/{name}/tcp/4001"
+    assert check(seal_fields({**record_map(make()), "a": [address]})).record.addresses == (address,)
 
 
 @pytest.mark.parametrize(

@@ -13,6 +13,7 @@ from hypothesis import given
 from hypothesis import strategies as st
 
 from protocol.frames import Head
+from protocol.identity import peer_id_of
 from protocol.limits import HEADER_MAX_BYTES, PAYLOAD_MAX_BYTES, SWEEP_HOPS_MAX, Kind
 from protocol.messages import Message, Purpose, decode, purpose_of
 from protocol.packing import Malformed, pack, to_map
@@ -47,9 +48,10 @@ from protocol.serving import (
     unpack_version,
 )
 
-RUN, DIGEST, PEER, ID = b"r" * 32, b"d" * 32, b"p" * 38, b"i" * 16
+RUN, DIGEST, ID = b"r" * 32, b"d" * 32, b"i" * 16
+PEER, OTHER = peer_id_of(b"p" * 32), peer_id_of(b"q" * 32)
 WIDTH = 8
-HOPS = tuple(Hop(block, DIGEST, float(block), (PEER, b"q" * 38)) for block in range(3))
+HOPS = tuple(Hop(block, DIGEST, float(block), (PEER, OTHER)) for block in range(3))
 SWEEP = Sweep(
     run=RUN,
     block=1,
@@ -137,6 +139,29 @@ def test_hops_and_versions_of_strangers(data: bytes) -> None:
     for unpack in (unpack_hop, unpack_version):
         with contextlib.suppress(Malformed):
             assert unpack(data).pack() == data
+
+
+FOREIGN = b"\x12\x20" + b"r" * 36  # the length of ours, and no Ed25519 key in it
+
+
+@pytest.mark.parametrize(
+    ("message", "name", "bad"),
+    [
+        (SWEEP, "client", PEER[:-1]),
+        (SWEEP, "client", FOREIGN),
+        (SWEEP, "path", [PEER, FOREIGN]),
+        (SWEEP, "route", [HOPS[0].pack(), Hop(1, DIGEST, 1.0, (PEER, FOREIGN)).pack()]),
+        (VERIFY, "session", ID[:-1]),
+        (SweepResult(sweep=ID, path=(PEER,)), "path", [FOREIGN]),
+        (SweepFailed(sweep=ID, trouble=1), "blamed", b"x"),
+        (SweepFailed(sweep=ID, trouble=1), "blamed", FOREIGN),
+    ],
+)
+def test_ids_are_whole_or_empty_and_of_peers(message: Message, name: str, bad: object) -> None:
+    whole = to_map(message)
+    assert decode(head(message.KIND, pack(whole))) == message
+    with pytest.raises(Malformed):
+        decode(head(message.KIND, pack({**whole, name: bad})))
 
 
 @pytest.mark.parametrize("weight", [float("nan"), -1.0, float("inf"), 1e7])

@@ -52,7 +52,8 @@ RECORDS = [
 ]
 LISTED = tuple(update * 32 + OWNER.peer_id for update in (b"a", b"b"))
 VOTE = Vote(run=RUN, block=3, round=17, consensus=b"c" * 32, base_round=17, listed=LISTED)
-PARTS = ((b"u" * 32, OWNER.peer_id, 65536, 512), (b"v" * 32, OWNER.peer_id, 0, -1024))
+OTHER = Identity(bytes(range(1, 33)))
+PARTS = ((b"u" * 32, OWNER.peer_id, 65536, 512), (b"v" * 32, OTHER.peer_id, 0, -1024))
 WEIGHTS = np.array([0, 1, -1, 2**31 - 1, -(2**24)], dtype=np.int32)
 STEP = FixedUpdate(5, np.array([1, 4]), np.array([7, -(2**31)]))
 GENESIS = to_wire_entry(genesis(RUN.hex(), 3, weights_digest(WEIGHTS)))

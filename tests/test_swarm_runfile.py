@@ -8,14 +8,18 @@ from dataclasses import replace
 from typing import Any, get_args
 
 import pytest
-from hypothesis import HealthCheck, given, settings
+from hypothesis import HealthCheck, given, reject, settings
 from hypothesis import strategies as st
 
 from node.cli_operator import PRESETS, emit, preset
+from protocol.errors import UsageError
 from protocol.frames import content_digest
+from protocol.limits import LOG_ENTRIES_PER_REPLY
+from swarm.log import ConsensusLog, Entry, genesis
 from swarm.run import Coupling, ModelShape, Noise, Objective, Run, Training
 from swarm.runfile import (
     MAX_LINE_BYTES,
+    MAX_SNAPSHOT_EVERY,
     MAX_TEXT_BYTES,
     DataName,
     DataRules,
@@ -64,15 +68,17 @@ def runfiles(draw: st.DrawFn) -> RunFile:
         coupling=draw(st.sampled_from(couplings)),
     )
     sigma_min = draw(small_floats(0.01, 20))
-    noise = Noise(
-        sigma_min=sigma_min,
-        sigma_max=sigma_min * draw(small_floats(1.5, 50)),
-        p_mean=draw(small_floats(-2, 2)),
-        p_std=draw(small_floats(1, 3)),
-        overlap=draw(small_floats(0, 1)),
-        leak_limit_nats=draw(small_floats(1e-6, 5)),
-        adaptive=draw(st.booleans()),
-    )
+    try:
+        noise = Noise(
+            sigma_min=sigma_min,
+            sigma_max=sigma_min * draw(small_floats(1.5, 50)),
+            p_mean=draw(small_floats(-2, 2)),
+            p_std=draw(small_floats(1, 3)),
+            overlap=draw(small_floats(0, 1)),
+            leak_limit_nats=draw(small_floats(1e-6, 5)),
+        )
+    except UsageError:  # sigmas that the lognormal almost never gives
+        reject()
     period_s = draw(small_floats(1, 86400))
     share = draw(small_floats(0.02, 0.16))
     rounds = RoundSchedule(
@@ -105,7 +111,9 @@ def runfiles(draw: st.DrawFn) -> RunFile:
     spec = draw(st.sampled_from(get_args(DataName)))
     sha256 = "" if spec == "own" else draw(st.sampled_from(["", "0a" * 32]))
     codec = draw(st.sampled_from(["topk:0.02:2:overall", "topk:5e-3:4:1024", "int8+zstd", "fp32"]))
-    exchange = ExchangeRules(codec, draw(st.integers(12, 256)), draw(st.integers(1, 1024)))
+    exchange = ExchangeRules(
+        codec, draw(st.integers(12, MAX_SNAPSHOT_EVERY)), draw(st.integers(1, 1024))
+    )
     name = draw(st.from_regex(r"[A-Za-z0-9][A-Za-z0-9 ._-]{0,47}", fullmatch=True))
     run = Run(shape, noise, training, draw(st.integers(0, 2**32 - 1)))
     return RunFile(name, run, DataRules(spec, sha256), rounds, exchange)
@@ -204,7 +212,10 @@ def test_a_whole_number_may_stand_for_a_float() -> None:
         ("period_s = 12.0", "period_s = 10.0", "does not fit into 10.0 s"),
         ("vote_window_s = 1.0", "vote_window_s = 2.0", "does not fit into 12.0 s"),
         ("deadline_floor_s = 1.0", "deadline_floor_s = 5.0", "deadline_floor_s is 5.0"),
+        ("adaptive = false", "adaptive = true", "sigmas cannot adapt"),
         ("snapshot_every = 16", "snapshot_every = 3", "below model.blocks"),
+        ("snapshot_every = 16", "snapshot_every = 129", "newcomers would find no snapshot"),
+        ("snapshot_every = 16", "snapshot_every = 0", "snapshot_every is 0"),
         ("short_rounds = 0", "short_rounds = 1000000", "short_rounds is 1000000"),
         ('objective = "bayes"', 'objective = "edm"', "independent blocks only"),
     ],
@@ -214,6 +225,17 @@ def test_refusals_say_why(old: str, new: str, message: str) -> None:
     with pytest.raises(RunFileError, match=message) as caught:
         parse(TEXT.replace(old, new, 1).encode())
     assert caught.value.hint
+
+
+def test_both_snapshots_are_within_reach_of_a_log_reply() -> None:
+    """Also in the round before the next snapshot: its older one is then the farthest back."""
+    log = ConsensusLog((genesis("run", 0, bytes(32)),), MAX_SNAPSHOT_EVERY)
+    for number in range(3 * MAX_SNAPSHOT_EVERY):
+        log = log.appended(Entry(number, log.head.digest, bytes(32), bytes(32), 0, ()))
+    sent = log.entries[-LOG_ENTRIES_PER_REPLY:]
+    older, newer = log.pinned()
+    assert newer.round - older.round == MAX_SNAPSHOT_EVERY
+    assert older in sent and newer in sent
 
 
 def test_own_text_has_no_common_hash() -> None:
@@ -231,7 +253,7 @@ def test_own_text_has_no_common_hash() -> None:
     ],
 )
 def test_a_giant_is_refused_before_anything_is_made(what: str, changes: dict[str, Any]) -> None:
-    text = with_value("snapshot_every", "256").decode()
+    text = with_value("snapshot_every", "128").decode()
     for field, value in changes.items():
         text = with_value(field, str(value), text).decode()
     with pytest.raises(RunFileError, match=f"{what}.* must be between 1 and"):

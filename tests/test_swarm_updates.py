@@ -308,7 +308,10 @@ entries = st.builds(
     digests,
     digests,
     st.integers(0, 2**53 - 1),
-    st.lists(contributions, max_size=8).map(tuple),
+    # In the order of their digests, nobody twice: any other is refused.
+    st.lists(contributions, max_size=8, unique_by=(lambda c: c.digest, lambda c: c.sender)).map(
+        lambda parts: tuple(sorted(parts, key=lambda c: c.digest))
+    ),
 )
 
 
