@@ -6,8 +6,10 @@ does not import torch: `blockswarm --help` answers at once.
 
 from __future__ import annotations
 
+import errno
 import os
 import sys
+from contextlib import suppress
 
 import click
 
@@ -23,8 +25,12 @@ from node.cli_reporting import report_commands
 from node.cli_serve import serve_commands
 from node.cli_swarm import swarm_commands
 from node.terminal import show_error
+from node.whole_import import guard_torch
 from protocol.errors import BlockswarmError, UsageError
 from protocol.version import PACKAGE_VERSION, PROTOCOL_MAJOR, PROTOCOL_MINOR
+
+# What a full disk, a lost terminal or a stream that is not open for writing says.
+UNWRITABLE = (errno.ENOSPC, errno.EDQUOT, errno.EFBIG, errno.EIO, errno.EBADF)
 
 HELP = """Train one model in blocks, each block alone on a local denoising objective.
 
@@ -91,6 +97,8 @@ def main() -> None:
     # Threads that wait for one another should sleep, not spin: a host has other work, and spinning
     # made training many times slower on a busy machine. Read when torch is loaded, so set here.
     os.environ.setdefault("OMP_WAIT_POLICY", "PASSIVE")
+    guard_torch()
+    _refuse_closed_output()
     try:
         cli.main(prog_name="blockswarm", standalone_mode=False)
         sys.stdout.flush()
@@ -111,9 +119,42 @@ def main() -> None:
         print("stopped", file=sys.stderr)
         sys.exit(130)
     except BrokenPipeError:
-        # The reader of our output has left. What is still buffered must not fail at exit.
-        os.dup2(os.open(os.devnull, os.O_WRONLY), sys.stdout.fileno())
+        _drop_output()  # its reader has left
         sys.exit(141)
+    except OSError as error:
+        if error.errno not in UNWRITABLE or not _output_fails():
+            raise
+        _drop_output()
+        reason = error.strerror or str(error)
+        show_error(
+            UsageError(f"cannot write to standard output: {reason}", "send it somewhere else")
+        )
+        sys.exit(2)
+
+
+def _refuse_closed_output() -> None:
+    """`>&-`: Python has no stream then, and the next file that is opened would take its place."""
+    if sys.stderr is None:
+        sys.stderr = open(os.devnull, "w")  # noqa: SIM115 (for as long as we live)
+    if sys.stdout is None:
+        show_error(UsageError("standard output is closed", "to see nothing of it: > /dev/null"))
+        sys.exit(2)
+
+
+def _output_fails() -> bool:
+    """Whether it was standard output that failed, and not another file: it fails again."""
+    try:
+        sys.stdout.write("\n")
+        sys.stdout.flush()
+    except OSError:
+        return True
+    return False
+
+
+def _drop_output() -> None:
+    """What is still buffered must not fail at exit."""
+    with suppress(OSError, ValueError):
+        os.dup2(os.open(os.devnull, os.O_WRONLY), sys.stdout.fileno())
 
 
 def _help_command() -> str:

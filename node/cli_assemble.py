@@ -18,6 +18,7 @@ from typing import TYPE_CHECKING, Any, TypeVar
 import click
 
 from node.cli_light import short_peer
+from node.cli_options import check_addresses
 from node.cli_report import Facts, print_evaluation, print_json
 from node.cli_swarm import _run_loop
 from node.terminal import DownloadDisplay, say
@@ -69,6 +70,7 @@ def assemble(address: tuple[str, ...], as_json: bool, **options: Any) -> None:
     signed. The folder then works offline with `eval` and `generate`. The same command again pulls
     only what is new; Ctrl-C leaves a whole folder, with --watch that of the best model so far.
     """
+    check_addresses(address)
     from node.assemble_job import AssembleOptions
     from node.assemble_job import assemble as run
 
@@ -177,6 +179,7 @@ def status(
     Takes no part in training. CE is what replicas measured themselves, each on its own held-out
     bytes. A host that died is shown, as behind, until its record expires after 5 minutes.
     """
+    check_addresses(address)
     known = None if address else _local_run(folder)
 
     def show(found: RunStatus) -> None:

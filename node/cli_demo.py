@@ -66,7 +66,8 @@ def _report(out: Path) -> Path:
     from node.report_logs import Budget
 
     path = out / "report.html"
-    path.write_text(page([load_run(out / "hosts", "demo", Budget())]))
+    html = page([load_run(out / "hosts", "demo", Budget())])
+    path.write_text(html, encoding="utf-8", errors="replace")
     return path
 
 

@@ -18,6 +18,7 @@ from typing import TYPE_CHECKING, Any
 
 import click
 
+from node.cli_options import FiniteRange, check_addresses
 from node.cli_report import Facts, print_json
 from node.cli_swarm import _run_loop
 from node.terminal import say
@@ -90,7 +91,7 @@ MODES = ("one-sweep", "exact", "autoregressive")
 )
 @click.option(
     "--time-limit",
-    type=click.FloatRange(1.0, 3600.0),
+    type=FiniteRange(1.0, 3600.0),
     default=120.0,
     show_default=True,
     help="Seconds for one answer.",
@@ -112,6 +113,7 @@ def gateway(address: tuple[str, ...], as_json: bool, **options: Any) -> None:
     """
     if importlib.util.find_spec("aiohttp") is None:
         raise UsageError("this command needs aiohttp", 'pip install "blockswarm[host]"')
+    check_addresses(address)
     key = read_key(options["api_key_file"])
     tell = print_json if as_json else _tell_a_person
 
@@ -164,6 +166,7 @@ async def _serve(
     from node.client import client_network
     from node.gateway import Gateway
     from node.invitation import fetch_run
+    from node.serving import check_servable
     from node.sweep_client import SweepClient
     from protocol.records import Role
     from swarm.runfile import parse, run_id
@@ -179,6 +182,7 @@ async def _serve(
     text = await _unless(stop, fetch_run(addresses))
     if text is None:
         return
+    check_servable(parse(text).run)
     settings = _settings(parse(text).name, key, options)
     if key is None and open_to_others(settings.host):
         remark(

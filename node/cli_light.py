@@ -16,6 +16,7 @@ from typing import TypeVar
 
 import click
 
+from node.cli_options import FiniteRange
 from node.cli_report import Facts, print_json
 from node.terminal import say
 from protocol import records
@@ -234,7 +235,7 @@ def short_peer(peer: str) -> str:
 @click.option(
     "--timeout",
     "timeout_s",
-    type=click.FloatRange(0.1, 3600),
+    type=FiniteRange(0.1, 3600),
     default=CONTROL_DEADLINE_S,
     show_default=True,
     help="Seconds for all of it.",

@@ -13,6 +13,7 @@ import click
 from click.core import ParameterSource
 
 from node.addresses import split_peer
+from node.cli_options import FiniteRange, meant_as_address
 from node.cli_report import (
     evaluation_facts,
     print_evaluation,
@@ -105,7 +106,7 @@ without_option = click.option(
 @click.option("--overwrite", is_flag=True, help="Replace the model or the run in --out.")
 @click.option(
     "--save-every",
-    type=click.FloatRange(min=0),
+    type=FiniteRange(min=0),
     default=30.0,
     show_default=True,
     help="Seconds between checkpoints.",
@@ -249,9 +250,10 @@ def generate(
     from swarm.generate import Sampling
 
     sampling = Sampling(0.0 if greedy else temperature, top_k, seed)
-    if str(model).startswith(("/ip4/", "/ip6/", "/dns")) and not model.exists():
+    if meant_as_address(str(model)):
         split_peer(str(model))  # says what is wrong with an address that is not whole
     if is_address(str(model)):
+        options["without"] = without
         generate_from_swarm(str(model), prompt, length, sampling, as_json, options)
         return
     composed = load_composed(model, without, options)

@@ -15,6 +15,7 @@ from typing import TYPE_CHECKING, Any
 import click
 
 from node.cli_report import print_json
+from node.home import make
 from node.terminal import say
 from protocol.errors import UsageError
 
@@ -252,7 +253,7 @@ def _pyplot() -> Any:
 def write_pngs(folder: Path, reports: Sequence[RunReport]) -> list[Path]:
     """CE over each kind of cost, one file each, and the bytes by purpose of every run."""
     pyplot = _pyplot()
-    folder.mkdir(parents=True, exist_ok=True)
+    make(folder, "--png")
     in_bytes = all(one.scale for one in reports)
     plots: dict[str, tuple[str, Callable[[Any], float]]] = {
         "ce_over_gb": ("GB moved", lambda p: p.moved_bytes / 1e9),

@@ -5,15 +5,21 @@ Imports of torch and hivemind happen inside the commands: `blockswarm --help` an
 
 from __future__ import annotations
 
+import asyncio
+import contextlib
 import os
-from collections.abc import Mapping
+import signal
+from collections.abc import Iterable, Mapping
 from pathlib import Path
 from typing import TYPE_CHECKING, Any, TypeVar
 
 import click
 
+from node import home as homes
+from node.cli_options import check_addresses, check_own_addresses
 from node.cli_report import Facts, print_json
-from node.cli_swarm import _free_folder, _run_loop, _state_home
+from node.cli_swarm import _run_loop
+from node.taking_part import names_a_port
 from node.terminal import ByteWriter, say
 from protocol.errors import UsageError
 
@@ -68,7 +74,9 @@ def is_address(text: str) -> bool:
 @click.option("--model", type=click.Path(path_type=Path), help="Serve from this model folder.")
 @click.option("--block", type=int, multiple=True, help="Which block (repeatable; default: all).")
 @click.option("--folder", type=click.Path(path_type=Path), help="Where its identity is kept.")
-@click.option("--port", type=int, default=0, help="TCP port (default: any free one).")
+@click.option(
+    "--port", type=click.IntRange(0, 65535), default=0, help="TCP port (default: any free one)."
+)
 @click.option("--announce", multiple=True, help="Public IP or multiaddress (repeatable).")
 @click.option("--listen", multiple=True, help="IP to listen on (default: all).")
 @click.option("--device", default="auto", show_default=True, help="auto, cpu, cuda, mps.")
@@ -80,6 +88,10 @@ def serve(address: tuple[str, ...], **options: Any) -> None:
     --model it serves from a model folder: the first host needs no ADDRESS and prints its own, the
     others are given it. All of them must have the same folder.
     """
+    check_addresses(address)
+    check_own_addresses(options)
+    for text in options["announce"]:
+        names_a_port(text)  # refuses what is no address
     host = _run_loop(_prepared(address, options))
     _run_loop(_until_stopped(host))
 
@@ -90,6 +102,7 @@ async def _prepared(addresses: tuple[str, ...], options: Mapping[str, Any]) -> S
     from node.invitation import fetch_run
     from node.network import NetworkSettings
     from node.serve_host import ServeSettings, ServingHost, open_folder
+    from node.serving import check_servable
     from swarm.runfile import parse, run_id
 
     if not addresses and options["model"] is None:
@@ -101,17 +114,24 @@ async def _prepared(addresses: tuple[str, ...], options: Mapping[str, Any]) -> S
     folder = open_folder(options["model"], device) if options["model"] else None
     text = await fetch_run(addresses) if addresses else folder.run_file if folder else b""
     run = parse(text).run
+    check_servable(run)
     if folder is not None and folder.model.run.model != run.model:
         raise UsageError(
             "the run at this address has another model than the folder",
             "serve the folder without ADDRESS, or assemble that run",
         )
-    home = options["folder"] or _free_folder(_state_home() / f"serve-{run_id(text).hex()[:16]}")
-    home.mkdir(parents=True, exist_ok=True)
+    own = homes.state_home() / f"serve-{run_id(text).hex()[:16]}"
+    home = options["folder"] or homes.free_folder(own)
+    homes.make(home)
     hosts = tuple(options["listen"]) or ALL_INTERFACES
     daemon = DaemonSettings(home / "identity", port=options["port"], hosts=hosts)
     network = NetworkSettings(
-        daemon, run_id(text), text, join=addresses, announce=tuple(options["announce"])
+        daemon,
+        run_id(text),
+        text,
+        join=addresses,
+        announce=tuple(options["announce"]),
+        blocks=run.model.blocks,
     )
     blocks = tuple(sorted(set(options["block"]))) or tuple(range(run.model.blocks))
     return ServingHost(ServeSettings(network, blocks, device, folder), say)
@@ -119,23 +139,43 @@ async def _prepared(addresses: tuple[str, ...], options: Mapping[str, Any]) -> S
 
 async def _until_stopped(host: ServingHost) -> None:
     """Serve until Ctrl-C or SIGTERM."""
-    import asyncio
-    import contextlib
-    import signal
-
     loop = asyncio.get_running_loop()
     work = asyncio.create_task(host.run())
     for number in (signal.SIGINT, signal.SIGTERM):
         loop.add_signal_handler(number, work.cancel)
-    ready = asyncio.create_task(host.ready.wait())
-    await asyncio.wait({work, ready}, return_when=asyncio.FIRST_COMPLETED)
-    if ready.done():
-        say(f"serving block {', '.join(map(str, host.settings.blocks))}; let it write with:")
-        for line in await host.network.invitations():
-            say(f"  blockswarm generate {line}")
-    ready.cancel()
-    with contextlib.suppress(asyncio.CancelledError):
-        await work
+    telling = asyncio.create_task(_tell(host))
+    try:
+        with contextlib.suppress(asyncio.CancelledError):
+            await work
+    finally:
+        telling.cancel()
+        await asyncio.gather(telling, return_exceptions=True)
+
+
+async def _tell(host: ServingHost) -> None:
+    """What it serves, as soon as it holds it; until then, what it waits for."""
+    await host.announced.wait()
+    left = set(host.settings.blocks)
+    if host.new_blocks.empty():
+        say(
+            f"waiting for the weights of block {_listed(left)} from the hosts that train it "
+            "(a new run has none before its first round is over)"
+        )
+    while left:
+        new = {await host.new_blocks.get()}
+        while not host.new_blocks.empty():
+            new.add(host.new_blocks.get_nowait())
+        if left == set(host.settings.blocks):
+            say(f"serving block {_listed(new)}; let it write with:")
+            for line in await host.network.invitations():
+                say(f"  blockswarm generate {line}")
+        else:
+            say(f"serving block {_listed(new)}, too")
+        left -= new
+
+
+def _listed(blocks: Iterable[int]) -> str:
+    return ", ".join(map(str, sorted(blocks)))
 
 
 # Generating.
@@ -149,7 +189,10 @@ def generate_from_swarm(
     as_json: bool,
     options: Mapping[str, Any],
 ) -> None:
-    """What `generate ADDRESS` does: bytes to standard output as they are verified."""
+    """What `generate ADDRESS` does: bytes to standard output as they are verified.
+
+    The prompt goes with the first of them: an output that fails before has written nothing.
+    """
     out = None if as_json else ByteWriter()
     start = os.fsencode(prompt)
     facts = _run_loop(_generate(address, start, length, sampling, options, out))
@@ -174,29 +217,33 @@ async def _generate(
 ) -> Facts:
     from node.client import client_network
     from node.invitation import fetch_run
+    from node.serving import check_servable
     from node.sweep_client import SweepClient
-    from node.sweep_output import Order, Output
+    from node.sweep_output import Order, Output, check_without
     from protocol.records import Role
     from swarm.denoise import require_denoising
     from swarm.runfile import parse, run_id
 
     text = await fetch_run([address])
+    run, without = parse(text).run, tuple(options["without"])
     mode, joint = options["mode"], options["mode"] == "denoise"
+    check_servable(run)
+    check_without(run, without)
     if joint:
-        require_denoising(parse(text).run)
+        require_denoising(run)
     draft_length = {"exact": options["draft_length"], "autoregressive": 0}.get(mode)
-    order = Order(prompt, length, sampling, options["drafts"], draft_length, joint=joint)
+    order = Order(
+        prompt, length, sampling, options["drafts"], draft_length, joint=joint, without=without
+    )
     async with client_network(text, [address], say, Role(0)) as network:
-        client = SweepClient(network, run_id(text), parse(text).run, say)
+        client = SweepClient(network, run_id(text), run, say)
         try:
             output = Output(client, order)
             written = bytearray()
-            if out is not None:
-                out.write(prompt)
             async for piece in output.write():
-                written += piece
                 if out is not None:
-                    out.write(piece)
+                    out.write(piece if written else prompt + piece)
+                written += piece
             if out is not None:
                 out.close()
         finally:

@@ -13,6 +13,12 @@ from typing import Any, TypeVar
 import click
 
 from node import home as homes
+from node.cli_options import (
+    FiniteRange,
+    check_addresses,
+    check_own_addresses,
+    meant_as_address,
+)
 from node.phases import mark
 from node.taking_part import Part, check_announce, run_loop, stoppable_at_once, take_part
 from node.terminal import say
@@ -24,7 +30,7 @@ C = TypeVar("C", bound=Any)
 _run_loop, _free_folder, _state_home = run_loop, homes.free_folder, homes.state_home
 
 STATE = "~/.local/state/blockswarm"
-RATE = click.FloatRange(min=0, min_open=True)
+RATE = FiniteRange(min=0, min_open=True)
 
 
 def _host_options(command: C) -> C:
@@ -72,7 +78,7 @@ def _host_options(command: C) -> C:
         ),
         click.option(
             "--max-gb-per-day",
-            type=click.FloatRange(min=0),
+            type=FiniteRange(min=0),
             metavar="GB",
             help="Moved per day, both ways together; beyond it, it trains on and exchanges "
             "nothing (default: no limit).",
@@ -125,6 +131,7 @@ def seed(run: tuple[str, ...], folder: Path | None, no_train: bool, **options: A
     every host can be joined through, and `blockswarm seed FOLDER` prints how.
     """
     check_announce(options)
+    check_own_addresses(options)
     text, home, addresses = _seed_source(run, folder)
     known = homes.invitations_in(home)
     if known and homes.in_use(home):
@@ -150,7 +157,8 @@ def _seed_source(run: tuple[str, ...], folder: Path | None) -> tuple[bytes, Path
     """The run file, the seed's folder, and through whom it joins."""
     from swarm.runfile import parse, run_id
 
-    if run and all(text.startswith("/") and "/p2p/" in text for text in run):
+    if any(map(meant_as_address, run)):
+        check_addresses(run)
         from node.joining import run_of
 
         text = run_loop(run_of(run, folder))
@@ -204,6 +212,7 @@ def _seed_source(run: tuple[str, ...], folder: Path | None) -> tuple[bytes, Path
     help="Train so many blocks, a process each; limits and threads are shared among them.",
 )
 @click.option("--as-worker", type=int, hidden=True)
+@click.option("--first-block", type=int, hidden=True)  # unlike --block it does not stay there
 @_host_options
 def join(
     address: tuple[str, ...],
@@ -221,7 +230,9 @@ def join(
     Nothing else is needed: the run says what to train on. What it costs is said first. Ctrl-C
     leaves; the same command goes on. SIGUSR1 pauses the training, SIGUSR2 lets it go on.
     """
+    check_addresses(address)
     check_announce(options)
+    check_own_addresses(options)
     if workers > 1:
         from node.fleet import join_with_workers
 

@@ -2,8 +2,8 @@
 
 A seed and six workers on four blocks, each a process of its own with its own p2pd, as strangers
 would run them: only `blockswarm seed`, `join` and `assemble`. Half way one worker is killed and
-another joins. Decides the small run that shows it in minutes. All processes are gone when it ends,
-however it ends.
+another joins. Decides the small run that shows it in minutes, and that a folder which is not an
+earlier demo's is left alone. All processes are gone when it ends, however it ends.
 """
 
 from __future__ import annotations
@@ -22,11 +22,13 @@ from pathlib import Path
 from threading import Thread, current_thread, main_thread
 from typing import Any
 
+from node.atomic import write_atomically
 from node.child_process import leave_with_parent
-from protocol.errors import BlockswarmError
+from node.home import make
+from protocol.errors import BlockswarmError, UsageError
 from swarm.events import EventError, LogEvent, NodeEvent, RoundEvent, from_line
 from swarm.run import ModelShape, Run, Training
-from swarm.runfile import DataRules, ExchangeRules, RoundSchedule, RunFile, scheduled_steps
+from swarm.runfile import DataRules, ExchangeRules, RoundSchedule, RunFile, parse, scheduled_steps
 
 WORKERS = 7  # the seed, and six that join
 LATECOMER = WORKERS
@@ -36,6 +38,7 @@ START_S = 120.0
 LEAVE_S = 12.0
 ASSEMBLE_S = 240.0  # a busy machine; seconds on an idle one
 EVALUATION_BYTES = 32768
+REPLACED = ("run.toml", "hosts", "model", "report.html")
 
 
 class DemoError(BlockswarmError):
@@ -203,14 +206,38 @@ def swarm_in(folder: Path) -> Iterator[DemoSwarm]:
             swarm.stop()
 
 
+def take_folder(folder: Path) -> None:
+    """Make it, or take that of an earlier demo. What is there is replaced, so it must be ours."""
+    make(folder, "-o")
+    there = [name for name in REPLACED if (folder / name).exists()]
+    if there and not _is_demos(folder):
+        raise UsageError(
+            f"{folder} has {' and '.join(there)}, which no demo wrote and this one would replace",
+            "choose another folder with -o",
+        )
+
+
+def _is_demos(folder: Path) -> bool:
+    """By its run file, which is the first thing that a demo writes."""
+    try:
+        found = parse((folder / "run.toml").read_bytes())
+    except (OSError, UsageError):
+        return False
+    return found.name == "demo" and found.run.model == demo_run().run.model
+
+
+def _put(path: Path, data: bytes) -> None:
+    path.write_bytes(data)
+
+
 def run_demo(folder: Path, say: Callable[[str], None], run: RunFile) -> dict[str, Any]:
     """The whole story; returns its figures."""
     from node.cli_operator import emit
 
     began = time.monotonic()
-    folder.mkdir(parents=True, exist_ok=True)
+    take_folder(folder)
     run_path = folder / "run.toml"
-    run_path.write_bytes(emit(run))
+    write_atomically(run_path, lambda half: _put(half, emit(run)))
     blocks = run.run.model.blocks
     with swarm_in(folder) as swarm:
         say(f"starting a seed and {WORKERS - 1} workers on {blocks} blocks")

@@ -1,8 +1,9 @@
 """`join --workers N`: which run, which block for each worker, then the supervisor.
 
 Decides the blocks: different ones as far as possible, the neediest first, those of before for
-workers that were here before. Looks the run up in a process that ends right after, because the
-network's libraries would cost the supervisor 300 MB for nothing.
+workers that were here before. That is where a worker begins: it may move to a block that falls in
+need, as every host. Looks the run up in a process that ends right after, because the network's
+libraries would cost the supervisor 300 MB for nothing.
 """
 
 from __future__ import annotations
@@ -13,11 +14,12 @@ import json
 import multiprocessing
 import random
 import signal
+import time
 from collections.abc import Mapping, Sequence
 from dataclasses import dataclass
 from multiprocessing.connection import Connection
 from pathlib import Path
-from typing import Any
+from typing import TYPE_CHECKING, Any
 
 import msgpack
 
@@ -29,16 +31,19 @@ from node.workers import Supervisor, check_shared, command_of, shared_options, w
 from protocol.errors import BlockswarmError, UsageError
 from protocol.identity import load_or_create
 from swarm.assignment import BlockView, HostLimits, several
+from swarm.clock import round_at
 from swarm.cost import worker_memory_bytes
 from swarm.runfile import RunFile, parse, run_id
 
+if TYPE_CHECKING:
+    from node.network import Network
+
 MAX_STATE_BYTES = 1 << 20
-BLOCK_RECORDS = 32
 
 
 @dataclass(frozen=True)
 class Lookup:
-    """The run behind some addresses, and how many hosts each block has."""
+    """The run behind some addresses, and how many hosts train each block."""
 
     text: bytes
     replicas: tuple[int, ...]
@@ -84,7 +89,7 @@ def _commands(
         own = worker_home(home, index)
         make(own)
         remember(own, text, addresses)
-        shared = {**shared_options(options, count, index), "block": block}
+        shared = {**shared_options(options, count, index), "first_block": block}
         commands.append(command_of(addresses, home, index, shared))
     return commands
 
@@ -174,18 +179,29 @@ def _look_up_and_send(
 
 
 async def _look_up(addresses: tuple[str, ...], folder: Path | None) -> Lookup:
-    from node.client import client_network
+    from node.client import client_network, run_clock
     from node.joining import run_of
     from node.network import NobodyThere
-    from protocol.errors import WireError
     from protocol.records import Role
 
     text = await run_of(addresses, folder)
-    blocks = parse(text).run.model.blocks
-    counts = [0] * blocks
+    counts: tuple[int, ...] = (0,) * parse(text).run.model.blocks
     with contextlib.suppress(NobodyThere):  # workers that were here before know other peers
         async with client_network(text, addresses, lambda _: None, Role(0)) as network:
-            for block in range(blocks):
-                with contextlib.suppress(WireError):
-                    counts[block] = len(await network.replicas(block, cap=BLOCK_RECORDS))
-    return Lookup(text, tuple(counts))
+            now_s = (await run_clock(network)).run_time_s(time.time())
+            counts = await _hosts(network, parse(text), now_s)
+    return Lookup(text, counts)
+
+
+async def _hosts(network: Network, run_file: RunFile, now_s: float) -> tuple[int, ...]:
+    """How many hosts train each block, by the same rule as a host that chooses for itself."""
+    from node.block_choice import hosts_of
+    from protocol.errors import WireError
+
+    rounds = run_file.rounds
+    number = round_at(now_s, rounds.start_s, rounds.period_s)
+    counts = [0] * run_file.run.model.blocks
+    for block in range(len(counts)):
+        with contextlib.suppress(WireError):  # nobody answers for it: then it needs us
+            counts[block] = len(await hosts_of(network, block, number))
+    return tuple(counts)

@@ -16,7 +16,7 @@ import logging
 import time
 from collections.abc import AsyncIterator, Awaitable, Callable, Iterator
 from dataclasses import dataclass, field
-from typing import cast
+from typing import Any, cast
 
 from aiohttp import web
 
@@ -35,6 +35,8 @@ from node.gateway_reply import (
     last_words,
     too_large,
     too_late,
+    turned_away,
+    unreadable,
 )
 from node.gateway_request import ApiError, Limits, parse_request, unknown_model
 from node.sweep_client import SweepClient
@@ -47,7 +49,6 @@ HEADER_MAX_BYTES = 8 * 1024
 STOP_S = 1.5  # for open answers to end, before they are cut off
 RETRY_BUSY_S = 1
 CLIENT_LEFT = 499  # only in the log
-FULL = b"HTTP/1.1 503 Service Unavailable\r\nRetry-After: 5\r\nContent-Length: 0\r\n\r\n"
 FACTS = web.RequestKey("facts", dict)
 
 _quiet = logging.getLogger("blockswarm.http")  # a stranger's broken HTTP is no news
@@ -94,17 +95,7 @@ class Gateway:
         app.router.add_get("/v1/models/{model}", self._model)
         app.router.add_get("/health", self._show_health)
         self._runner = web.AppRunner(
-            app,
-            access_log=None,
-            logger=_quiet,
-            handler_cancellation=True,
-            keepalive_timeout=self.limits.idle_s,
-            lingering_time=self.limits.body_s,
-            max_headers=HEADERS_MAX,
-            max_line_size=HEADER_MAX_BYTES,
-            max_field_size=HEADER_MAX_BYTES,
-            auto_decompress=False,  # nobody needs it, and a small body stays a small one
-            shutdown_timeout=STOP_S,
+            app, handler_cancellation=True, shutdown_timeout=STOP_S, **self._line_settings()
         )
         await self._runner.setup()
         loop = asyncio.get_running_loop()
@@ -116,6 +107,11 @@ class Gateway:
             why = error.strerror or str(error)
             raise UsageError(
                 f"cannot listen on {host} port {port}: {why}", "choose another with --port"
+            ) from error
+        except UnicodeError as error:  # of a name that cannot even be looked up
+            await self._runner.cleanup()
+            raise UsageError(
+                f"{host} is neither an IP nor a name to listen on", "check --host"
             ) from error
 
     async def stop(self) -> None:
@@ -136,7 +132,22 @@ class Gateway:
     def _connection(self) -> asyncio.BaseProtocol:
         assert self._runner is not None and self._runner.server is not None
         server = self._runner.server
-        return server() if len(server.connections) < self.limits.connections else _Full()
+        if len(server.connections) >= self.limits.connections:
+            return _Full()
+        return _Line(server, loop=asyncio.get_running_loop(), **self._line_settings())
+
+    def _line_settings(self) -> dict[str, Any]:
+        """What a stranger's connection may do."""
+        return {
+            "access_log": None,
+            "logger": _quiet,
+            "keepalive_timeout": self.limits.idle_s,
+            "lingering_time": self.limits.body_s,
+            "max_headers": HEADERS_MAX,
+            "max_line_size": HEADER_MAX_BYTES,
+            "max_field_size": HEADER_MAX_BYTES,
+            "auto_decompress": False,  # nobody needs it, and a small body stays a small one
+        }
 
     # --- every request --------------------------------------------------------------------------
 
@@ -300,11 +311,29 @@ class Gateway:
             raise too_late(self.limits) from None
 
 
+class _Line(web.RequestHandler):
+    """A connection. What is no HTTP never comes to our handlers, and is answered like the rest."""
+
+    __slots__ = ()
+
+    def handle_error(
+        self,
+        request: web.BaseRequest,
+        status: int = 500,
+        exc: BaseException | None = None,
+        message: str | None = None,
+    ) -> web.StreamResponse:
+        super().handle_error(request, status, exc, message)  # raises if an answer is under way
+        answer = error_response(unreadable(status))
+        answer.force_close()
+        return answer
+
+
 class _Full(asyncio.Protocol):
     """One connection too many."""
 
     def connection_made(self, transport: asyncio.BaseTransport) -> None:
-        cast(asyncio.WriteTransport, transport).write(FULL)
+        cast(asyncio.WriteTransport, transport).write(turned_away())
         transport.close()
 
 

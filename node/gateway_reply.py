@@ -131,6 +131,25 @@ def http_error(error: web.HTTPException, request: web.Request, limits: Limits) -
     return ApiError(error.status, error.reason, kind=INVALID if error.status < 500 else SERVER)
 
 
+def unreadable(status: int) -> ApiError:
+    """What is no HTTP. Its words are a stranger's, and are not repeated."""
+    if status < 500:
+        return ApiError(status, "this request is not HTTP that can be read here")
+    return ApiError(status, "something is wrong in the gateway; its log says what", kind=SERVER)
+
+
+def turned_away() -> bytes:
+    """A whole answer for one connection too many, with no HTTP library behind it."""
+    error = down("too many connections are open; come back in a moment")
+    body = json.dumps(error.body()).encode("ascii")
+    head = (
+        "HTTP/1.1 503 Service Unavailable\r\nContent-Type: application/json\r\n"
+        f"Retry-After: {error.retry_after_s}\r\nContent-Length: {len(body)}\r\n"
+        "Connection: close\r\n\r\n"
+    )
+    return head.encode("ascii") + body
+
+
 def down(message: str) -> ApiError:
     return ApiError(503, message, code="unavailable", kind=SERVER, retry_after_s=RETRY_DOWN_S)
 

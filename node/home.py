@@ -42,12 +42,13 @@ def seed_home(run_name: str) -> Path:
     return state_home() / f"seed-{safe}"
 
 
-def make(home: Path) -> None:
+def make(home: Path, option: str = "--folder") -> None:
+    """`option`: where the person said it, or could."""
     try:
         home.mkdir(parents=True, exist_ok=True)
     except OSError as error:
         raise UsageError(
-            f"cannot make the folder {home}: {error.strerror}", "choose another with --folder"
+            f"cannot make the folder {home}: {error.strerror}", f"choose another with {option}"
         ) from error
 
 

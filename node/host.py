@@ -9,9 +9,9 @@ from __future__ import annotations
 
 import asyncio
 import gc
+import logging
 import time
 from collections.abc import Callable, Mapping
-from contextlib import suppress
 from dataclasses import replace
 
 from node.atomic import StorageError
@@ -21,6 +21,7 @@ from node.budget import FILE as BUDGET_FILE
 from node.budget import DailyBudget
 from node.event_log import EventLog
 from node.follow import Follower
+from node.going_on import going_on
 from node.host_events import EventWriter
 from node.host_settings import HostSettings
 from node.host_state import HostState
@@ -36,7 +37,10 @@ from protocol.records import Role
 from swarm.clock import round_at
 from swarm.runfile import RunFile, parse, run_id
 
+_log = logging.getLogger(__name__)
+
 CLOCK_EVERY_ROUNDS = 8
+CLOCK_EVERY_S = 120.0  # at least so often
 LOOK_AT_BLOCKS_S = 5.0  # at most so often, and once a round
 
 
@@ -103,6 +107,8 @@ class Host:
             if self.served is not None:
                 self.served.start()
             await self.clock.sample()
+            every_s = min(CLOCK_EVERY_ROUNDS * self.rules.period_s, CLOCK_EVERY_S)
+            self._sampling = asyncio.create_task(self.clock.run(every_s))
             # What is imported by now (torch, hivemind) stays: a full collection that looks through
             # it all holds the event loop for 115 ms, in the middle of somebody's round.
             gc.freeze()
@@ -117,6 +123,7 @@ class Host:
         finally:
             if self._sampling is not None:
                 self._sampling.cancel()
+                await asyncio.gather(self._sampling, return_exceptions=True)
             if self.served is not None:
                 await self.served.stop()
             self._note("left")
@@ -149,7 +156,7 @@ class Host:
         return await choose_block(
             self.network,
             self.run_file,
-            self.settings.block,
+            self.settings.first_block if self.settings.block is None else self.settings.block,
             self.settings.memory_bytes,
             round_at(self.now_s(), self.rules.start_s, self.rules.period_s),
         )
@@ -181,7 +188,7 @@ class Host:
             if watch.resting(work.rounds_here):
                 continue
             left = self.budget.left_bytes(time.time(), self._moved_bytes())
-            with suppress(WireError):
+            with going_on(_log, "looking at the other blocks", WireError):
                 target = await watch.look(
                     self.block,
                     replica.state.round,
@@ -212,8 +219,8 @@ class Host:
 
     def _round_began(self, number: int) -> None:
         self._mind_budget()
-        if number % CLOCK_EVERY_ROUNDS == 0 and not self.rules.ended(number):
-            self._sampling = asyncio.ensure_future(self.clock.sample())
+        if self._sampling is not None and self.rules.ended(number):
+            self._sampling.cancel()
 
     def _moved_bytes(self) -> int:
         return self.network.ledger.total().bytes_total

@@ -17,6 +17,7 @@ class HostSettings:
     folder: Path
     data_spec: str | None = None  # None: what the run says
     block: int | None = None  # None: the neediest one, and another if that falls in need
+    first_block: int | None = None  # to begin with; unlike `block` it may be left for another
     device: str = "auto"
     threads: int | None = None
     memory_bytes: int = UNLIMITED

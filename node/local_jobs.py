@@ -138,13 +138,11 @@ def write_text(
     """Byte after byte, or `joint`: all at once, by denoising them."""
     start = os.fsencode(prompt)  # what was typed, byte for byte, UTF-8 or not
     written = bytearray()
-    if out is not None:
-        out.write(start)
     source = denoise.write if joint else generate
     for byte in source(composed, start, length, sampling):
         written.append(byte)
-        if out is not None:
-            out.write(bytes([byte]))
+        if out is not None:  # the prompt with the first byte: what fails before has written nothing
+            out.write(start + bytes([byte]) if len(written) == 1 else bytes([byte]))
     if out is not None:
         out.close()
     return {

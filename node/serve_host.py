@@ -220,7 +220,8 @@ class ServingHost:
         self.run_id = run_id(settings.network.run_file)
         check_blocks(self.run_file.run, settings.blocks)
         self.network = Network(settings.network, self._status, say)
-        self.ready = asyncio.Event()
+        self.announced = asyncio.Event()  # others can find us
+        self.new_blocks: asyncio.Queue[int] = asyncio.Queue()  # their first versions are here
 
     def _status(self) -> Status:
         return Status(int(Role.SERVER), 0, self.settings.blocks[:64])
@@ -235,6 +236,7 @@ class ServingHost:
                     "temperature": folder.model.temperature,
                 }
             server = BlockServer(self.network, self.run_id, run, **composed)
+            server.new_block = self.new_blocks.put_nowait
             server.start()
             try:
                 await self._serve(server)
@@ -270,7 +272,7 @@ class ServingHost:
                 )
                 with suppress(WireError):  # nobody there yet to keep it
                     await self.network.announce(record)
-            self.ready.set()
+            self.announced.set()
             await asyncio.sleep(ANNOUNCE_EVERY_S)
 
 

@@ -1,8 +1,8 @@
 """What a host trains it serves as well: each consensus of its block, as soon as there is one.
 
 Decides that a version has its name at once and is built when somebody asks for it (several of them,
-as modules, would be as large as the block's training), beside the loop; and which runs cannot be
-served. What serving is stands in `serving.py`; what a consensus is, in `replica.py`.
+as modules, would be as large as the block's training), beside the loop. What serving is, and which
+runs cannot be served, stands in `serving.py`; what a consensus is, in `replica.py`.
 """
 
 from __future__ import annotations
@@ -19,7 +19,7 @@ import torch
 from node.fetch import Quanta
 from node.network import Network
 from node.serve_host import built_module, loaded_digest, new_template, versions_kept
-from node.serving import BlockServer
+from node.serving import BlockServer, why_not_served
 from swarm.fixed_point import to_float
 from swarm.model import Block
 from swarm.run import Run
@@ -27,13 +27,6 @@ from swarm.run import Run
 _log = logging.getLogger(__name__)
 
 WeightsOf = Callable[[int], Quanta | None]  # the consensus of a round, as long as it is held
-
-
-def why_not_served(run: Run) -> str | None:
-    """The reason why hosts of this run only train, if there is one."""
-    if run.training.objective == "edm":
-        return "blocks of the edm objective need z at every position and cannot be served"
-    return None
 
 
 class TrainedServer:

@@ -1,8 +1,8 @@
 """A host's side of serving: the versions of its blocks, what it takes in and what it answers.
 
 Decides which versions are kept and what is taken in: bounded in length, count, memory and time;
-beyond that `busy`. Computes nothing: what was taken in waits in `sweep_queue`, which sends it
-through a block and on its way.
+beyond that `busy`; and which runs cannot be served at all. Computes nothing: what was taken in
+waits in `sweep_queue`, which sends it through a block and on its way.
 """
 
 from __future__ import annotations
@@ -21,6 +21,7 @@ from node.sweep_queue import Job, SweepQueue
 from node.sweep_sessions import HOLD_S, Key, Sessions
 from protocol.errors import UsageError
 from protocol.frames import Busy, Refused
+from protocol.limits import SWEEP_HOPS_MAX
 from protocol.messages import ErrorCode
 from protocol.parcel import Garbage, parcel_bytes, unpack_parcel
 from protocol.serving import (
@@ -46,6 +47,27 @@ WAITING_MAX = 32  # sweeps in the queue
 HELD_MAX_BYTES = 256 << 20  # payloads of all sweeps that are here
 
 
+def why_not_served(run: Run) -> str | None:
+    """The reason why no host can serve this run, if there is one."""
+    if run.training.objective == "edm":
+        return "blocks of the edm objective need z at every position and cannot be served"
+    if run.model.blocks > SWEEP_HOPS_MAX:
+        return (
+            f"this run has {run.model.blocks} blocks and cannot be served: "
+            f"a sweep goes through {SWEEP_HOPS_MAX} at most"
+        )
+    return None
+
+
+def check_servable(run: Run) -> None:
+    """Before anything is started. Raises `UsageError`."""
+    reason = why_not_served(run)
+    if reason is not None:
+        raise UsageError(
+            reason, "let the assembled model write: blockswarm assemble, then blockswarm generate"
+        )
+
+
 Build = Callable[[], Block | None]  # in a thread; None if the version is gone for good
 
 
@@ -69,11 +91,7 @@ class BlockServer:
         temperature: float = 1.0,
         versions_kept: int = VERSIONS_KEPT,
     ) -> None:
-        if run.training.objective == "edm":
-            raise UsageError(
-                "blocks of the edm objective cannot be served: they need z at every position",
-                "serve a model that was trained with --objective bayes or plain",
-            )
+        check_servable(run)
         self.network, self.run_id, self.run = network, run_id, run
         self.weights = weights or default_weights(run)
         self.temperature, self.versions_kept = temperature, versions_kept
@@ -84,6 +102,7 @@ class BlockServer:
         if run.denoises:
             self.joint = JointDenoising(run, target_table(run.seed, run.model.width))
         self.muted = False  # takes nothing new; what is here goes on
+        self.new_block: Callable[[int], None] = lambda block: None  # its first version is here
         self._served: OrderedDict[bytes, Served] = OrderedDict()
         self._built: OrderedDict[bytes, Block] = OrderedDict()  # of the thread that computes
         self.queue = SweepQueue(
@@ -104,11 +123,14 @@ class BlockServer:
 
     def offer(self, block: int, round_: int, digest: bytes, module: Block | Build) -> None:
         """Serve this version from now on; of each block the newest few are kept."""
+        first = block not in self.blocks
         self._served.pop(digest, None)
         self._served[digest] = Served(Version(block, round_, digest), module)
         of_block = [d for d, served in self._served.items() if served.version.block == block]
         for old in of_block[: -self.versions_kept]:
             del self._served[old]
+        if first:
+            self.new_block(block)
 
     def serve_only(self, block: int) -> None:
         """Drop the versions of all other blocks: a host that trains has moved to this one."""

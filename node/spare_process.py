@@ -13,14 +13,15 @@ import os
 import signal
 import tempfile
 import threading
-from collections.abc import Iterator
-from contextlib import contextmanager, suppress
+from contextlib import suppress
 from multiprocessing import reduction, resource_tracker
 from multiprocessing.connection import Connection
 from multiprocessing.process import BaseProcess
 from typing import Any
 
 import msgpack
+
+from node.terminal import no_interrupts
 
 Started = tuple[BaseProcess, Connection]
 
@@ -78,20 +79,10 @@ def _start() -> Started:
     context = multiprocessing.get_context("spawn")
     ours, theirs = context.Pipe()
     process = context.Process(target=_wait_for_order, args=(theirs,), daemon=True)
-    with _no_interrupts():
+    with no_interrupts():  # Ctrl-C reaches a child of the terminal, too; this one does not hear it
         process.start()
     theirs.close()
     return process, ours
-
-
-@contextmanager
-def _no_interrupts() -> Iterator[None]:
-    """Ctrl-C reaches a child of the terminal, too; it inherits that it does not hear it."""
-    before = signal.pthread_sigmask(signal.SIG_BLOCK, {signal.SIGINT})
-    try:
-        yield
-    finally:
-        signal.pthread_sigmask(signal.SIG_SETMASK, before)
 
 
 # The order.

@@ -11,17 +11,19 @@ import asyncio
 import secrets
 import time
 from collections import Counter
-from collections.abc import AsyncIterator
+from collections.abc import AsyncIterator, Collection
 from dataclasses import dataclass, field
 
 import torch
 
 from node.sweep_client import Result, SweepClient, SweepTrouble
+from protocol.errors import UsageError
 from protocol.limits import SWEEP_BUDGET_MAX_S, SWEEP_ID_BYTES
 from protocol.serving import Mode, Sweep, Trouble
 from swarm.denoise import require_denoising
 from swarm.generate import Sampling
 from swarm.route import Route
+from swarm.run import Run
 from swarm.sweep import byte_scores
 from swarm.writer import Ask, SweepWriter, VerifiedWriter
 
@@ -42,6 +44,7 @@ class Order:
     drafts at all: every block denoises all bytes of the output (the mode `denoise`).
 
     `patience_s`: for one sweep, with hosts that are busy. The queues before them move.
+    `without`: blocks that are not asked, whoever serves them.
     """
 
     prompt: bytes
@@ -51,6 +54,7 @@ class Order:
     draft_length: int | None = None
     patience_s: float = PATIENCE_S
     joint: bool = False
+    without: tuple[int, ...] = ()
 
 
 @dataclass
@@ -70,14 +74,25 @@ class Figures:
         return len(self.troubles)
 
 
+def check_without(run: Run, without: Collection[int]) -> None:
+    """Raises `UsageError` if there is no such block, or none is left."""
+    blocks = range(run.model.blocks)
+    for block in without:
+        if block not in blocks:
+            raise UsageError(f"there is no block {block}", f"choose one of 0 to {len(blocks) - 1}")
+    if set(blocks) <= set(without):
+        raise UsageError("no block is left to answer", "leave out fewer with --without")
+
+
 class Output:
     """Write one output. `figures` are complete when `write` is through."""
 
     def __init__(self, client: SweepClient, order: Order) -> None:
         if order.joint:
             require_denoising(client.run)
+        check_without(client.run, order.without)
         self.client, self.order, self.figures = client, order, Figures()
-        self._left_out: set[int] = set()
+        self._left_out: set[int] = set(order.without)
         self._refusals: Counter[int] = Counter()  # block -> sweeps that nobody took there
         self._keep: dict[int, bytes] = {}  # block -> who has the caches
         self._in_parts = True  # until that failed

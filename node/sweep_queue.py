@@ -51,6 +51,7 @@ class Job:
     handed: asyncio.Event = field(default_factory=asyncio.Event)
     moves: int = 0  # how often it came nearer to being handed on
     begun: Begun | None = None  # of a sweep in parts, but for its drafter
+    released: bool = False  # it is here no longer
 
     def moved(self) -> None:
         self.moves = min(self.moves + 1, MOVES_MAX)
@@ -153,14 +154,16 @@ class SweepQueue:
     async def _compute(self, jobs: list[Job]) -> None:
         """Through the block, all at once; then each on its way."""
         began_s, first = time.monotonic(), jobs[0].sweep
-        module = await self._in_thread(self.module_of, jobs[0].hop.digest)
-        if module is None:
-            return self._fail(jobs, Trouble.NO_SESSION)  # a newer version has replaced it
-        jobs, sessions = self._with_sessions(jobs, module)
-        if not jobs:
-            return
-        work = [(job.sweep, job.parcel) for job in jobs]
+        # Nothing stands outside: what is raised there would end the worker, and leave a host that
+        # takes sweeps in and computes none.
         try:
+            module = await self._in_thread(self.module_of, jobs[0].hop.digest)
+            if module is None:
+                return self._fail(jobs, Trouble.NO_SESSION)  # a newer version has replaced it
+            jobs, sessions = self._with_sessions(jobs, module)
+            if not jobs:
+                return
+            work = [(job.sweep, job.parcel) for job in jobs]
             if first.mode == Mode.ONE_SWEEP and first.place == 0:
                 await self._draft_parts(jobs, module, work)
             else:
@@ -222,14 +225,15 @@ class SweepQueue:
             return jobs, [job.begun.session for job in jobs if job.begun is not None]
         if not jobs[0].sweep.session:
             return jobs, []
-        able, sessions = [], []
+        able, sessions, without = [], [], []
         for job in jobs:
             session = self.sessions.open(job.session, job.sweep.start, module.new_cache)
             if session is None:
-                self._fail([job], Trouble.NO_SESSION)
+                without.append(job)
             else:
                 able.append(job)
                 sessions.append(session)
+        self._fail(without, Trouble.NO_SESSION)  # at the end: if one cannot be opened, all fail
         return able, sessions
 
     def _next_batch(self) -> list[Job]:
@@ -268,6 +272,10 @@ class SweepQueue:
             self._release(job)
 
     def _release(self, job: Job) -> None:
+        """Once: a sweep may fail when it is on its way already, and has left only once."""
+        if job.released:
+            return
+        job.released = True
         job.handed.set()
         self.held_bytes -= job.size_bytes
         if self.jobs.get(job.sweep.sweep) is job:

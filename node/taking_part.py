@@ -144,7 +144,7 @@ def network_settings(part: Part) -> NetworkSettings:
     from node.addresses import split_peer
     from node.daemon import ALL_INTERFACES, DaemonSettings
     from node.network import NetworkSettings
-    from swarm.runfile import run_id
+    from swarm.runfile import parse, run_id
 
     options = part.options
     hosts = tuple(options["listen"]) or ALL_INTERFACES
@@ -165,6 +165,7 @@ def network_settings(part: Part) -> NetworkSettings:
         state_folder=part.home,
         up_bytes_per_s=bytes_per_s(options["up_mbps"]),
         down_bytes_per_s=bytes_per_s(options["down_mbps"]),
+        blocks=parse(part.text).run.model.blocks,
         ask_reachable=True,
     )
 
@@ -179,6 +180,7 @@ def _host_settings(part: Part, network: NetworkSettings) -> HostSettings:
         folder=part.home,
         data_spec=options["data"],
         block=options["block"],
+        first_block=options.get("first_block"),
         device=options["device"],
         threads=options["threads"],
         memory_bytes=1 << 60 if memory is None else memory,

@@ -238,6 +238,16 @@ class StopFlag:
 
 
 @contextmanager
+def no_interrupts() -> Iterator[None]:
+    """Ctrl-C waits until the end of this. A child that is started here never hears it."""
+    before = signal.pthread_sigmask(signal.SIG_BLOCK, {signal.SIGINT})
+    try:
+        yield
+    finally:
+        signal.pthread_sigmask(signal.SIG_SETMASK, before)
+
+
+@contextmanager
 def stop_on_signals() -> Iterator[StopFlag]:
     """Turn Ctrl-C, SIGTERM and SIGHUP into a question that a loop asks between two steps."""
     flag = StopFlag()

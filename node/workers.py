@@ -2,8 +2,8 @@
 
 Decides how the host's limits are shared among them, that a worker which ends is started again after
 a growing wait while the others go on, and that one Ctrl-C ends them all within seconds. Every
-worker is an ordinary host with its own identity, folder and port; which block it takes is decided
-in `node.fleet` before it starts. Holds no network and no torch: it costs 40 MB.
+worker is an ordinary host with its own identity, folder and port; which block it begins with is
+decided in `node.fleet` before it starts. Holds no network and no torch: it costs 40 MB.
 
 A worker leaves when its standard input ends, so that none is left behind by a supervisor that was
 killed.

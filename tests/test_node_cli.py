@@ -6,6 +6,7 @@ import errno
 import json
 import os
 import random
+import shlex
 import signal
 import subprocess
 import sys
@@ -184,6 +185,56 @@ def test_any_byte_goes_into_a_pipe_and_a_closed_pipe_is_no_crash(model: Path) ->
         process.stdout.close()
         assert process.stderr.read() == b""
         assert process.wait(60) != 0
+
+
+def test_what_fails_before_the_first_byte_writes_nothing(cli: Cli, model: Path) -> None:
+    result = cli("generate", model, "--prompt", "def ", "--mode", "denoise")
+    refused(result, "denoise")
+    assert result.out == ""
+
+
+# Output that cannot be written.
+
+FULL = Path("/dev/full")
+
+
+def in_a_shell(line: str, unbuffered: str = "") -> subprocess.CompletedProcess[str]:
+    command = f"{shlex.quote(sys.executable)} -m node.cli {line}"
+    environment = {**os.environ, "PYTHONUNBUFFERED": unbuffered}
+    return subprocess.run(
+        ["bash", "-c", command], capture_output=True, text=True, env=environment, timeout=60
+    )
+
+
+@pytest.mark.skipif(not FULL.exists(), reason="a device of Linux")
+@pytest.mark.parametrize("unbuffered", ["", "1"])
+@pytest.mark.parametrize("line", ["--help", "--version", "init {}/run.toml", "doctor --help"])
+def test_a_full_disk_behind_standard_output(tmp_path: Path, line: str, unbuffered: str) -> None:
+    done = in_a_shell(f"{line.format(tmp_path)} > {FULL}", unbuffered)
+    assert done.returncode == 2 and "Traceback" not in done.stderr, done
+    error, hint = done.stderr.splitlines()
+    assert error == "error: cannot write to standard output: No space left on device"
+    assert hint.startswith("  try: ")
+
+
+@pytest.mark.parametrize(
+    ("redirected", "words"), [(">&-", "is closed"), ("1</dev/null", "Bad file descriptor")]
+)
+def test_a_standard_output_that_is_none(redirected: str, words: str) -> None:
+    done = in_a_shell(f"--help {redirected}")
+    assert done.returncode == 2 and "Traceback" not in done.stderr, done
+    error, hint = done.stderr.splitlines()
+    assert "standard output" in error and words in error and hint.startswith("  try: ")
+
+
+def test_without_standard_error_remarks_go_nowhere() -> None:
+    done = in_a_shell("traim 2>&-")
+    assert (done.returncode, done.stdout) == (2, "")
+
+
+def test_a_reader_that_leaves_hears_nothing() -> None:
+    done = in_a_shell("--help | true; exit ${PIPESTATUS[0]}")
+    assert done.stderr == "", done
 
 
 # Bad input.

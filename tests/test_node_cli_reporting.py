@@ -161,6 +161,16 @@ def test_png_without_matplotlib(
     assert invoke(hosts, "-o", tmp_path / "r.html").exit_code == 0
 
 
+def test_png_into_a_folder_that_cannot_be_made(hosts: Path, tmp_path: Path) -> None:
+    pytest.importorskip("matplotlib")
+    (tmp_path / "file").write_text("mine")
+    for folder in (tmp_path / "file", tmp_path / "file" / "plots"):
+        result = invoke(hosts, "-o", tmp_path / "r.html", "--png", folder)
+        assert isinstance(result.exception, UsageError)
+        assert "cannot make the folder" in result.exception.message
+        assert "--png" in result.exception.hint
+
+
 def test_out_is_a_folder(hosts: Path, tmp_path: Path) -> None:
     error = invoke(hosts, "-o", tmp_path).exception
     assert isinstance(error, UsageError) and "is a folder" in error.message

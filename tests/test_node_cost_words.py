@@ -8,9 +8,9 @@ from pathlib import Path
 import pytest
 
 from node import cost_words
-from node.cli_operator import preset
+from node.cli_operator import PRESETS, preset
 from node.cost_words import Allowed, cost_lines
-from swarm.cost import disk_bytes, expected_gb_per_day, worker_memory_bytes
+from swarm.cost import RUNTIME_BYTES, disk_bytes, expected_gb_per_day, worker_memory_bytes
 from swarm.runfile import DataRules
 
 TINY = preset("tiny", "tiny")
@@ -43,6 +43,24 @@ def test_what_is_downloaded(tmp_path: Path) -> None:
     assert "wikitext-103: 0.2 GB downloaded once" in cost_lines(small, tmp_path, 0, 1, Allowed())[4]
     own = replace(TINY, data=DataRules("own", ""))
     assert "--data" in cost_lines(own, tmp_path, None, 1, Allowed())[4]
+
+
+def test_the_table_of_the_host_guide() -> None:
+    """The page shows what the program would say."""
+    page = (Path(__file__).parent.parent / "docs" / "host-guide.md").read_text()
+    hosts = (2, 3, 4, 16)
+    for name in PRESETS:
+        run = preset(name, name)
+        daily = [expected_gb_per_day(run, count) for count in hosts]
+        traffic = " / ".join(f"{gb:.1f}" if gb < 10 else f"{gb:.0f}" for gb in daily)
+        disk = dict.fromkeys(cost_words._gb(disk_bytes(run, count)) for count in (2, 16))
+        memory = cost_words._gb(worker_memory_bytes(run))
+        assert f"| `{name}` | {memory} | {traffic} | {' to '.join(disk)} |" in page
+    assert f"both ways, {' / '.join(map(str, hosts))} hosts on each block" in page
+    wanted = {name: preset(name, name).exchange.min_replicas for name in PRESETS}
+    assert wanted == {"tiny": 2, "small": 3, "large": 3}
+    assert "`min_replicas`: 2 in `tiny`, 3 in `small` and `large`" in page
+    assert f"about {RUNTIME_BYTES / 1e9:.1f} GB of it is Python, torch and p2pd" in page
 
 
 def test_memory_of_this_machine() -> None:

@@ -11,7 +11,10 @@ from pathlib import Path
 import pytest
 from processes import comes_true
 
-from node.demo import swarm_in
+from node.cli_demo import _report
+from node.cli_operator import emit, preset
+from node.demo import demo_run, swarm_in, take_folder
+from protocol.errors import UsageError
 
 
 def alive(folder: Path) -> list[str]:
@@ -51,6 +54,37 @@ def test_ctrl_c_counts_also_where_python_drops_it(
         assert signal.getsignal(signal.SIGINT) is signal.default_int_handler
     finally:
         signal.signal(signal.SIGINT, before)
+
+
+@pytest.mark.parametrize("name", ["hosts", "model", "report.html", "run.toml"])
+def test_what_no_demo_wrote_is_left_alone(tmp_path: Path, name: str) -> None:
+    if name == "run.toml":  # as `init` writes it
+        (tmp_path / name).write_bytes(emit(preset("tiny", "demo")))
+    else:
+        (tmp_path / name).mkdir()
+    with pytest.raises(UsageError, match=name) as caught:
+        take_folder(tmp_path)
+    assert "-o" in caught.value.hint and (tmp_path / name).exists()
+
+
+def test_a_folder_of_other_things_or_of_an_earlier_demo_will_do(tmp_path: Path) -> None:
+    (tmp_path / "notes.txt").write_text("mine")
+    take_folder(tmp_path)
+    take_folder(tmp_path / "new" / "one")
+    (tmp_path / "run.toml").write_bytes(emit(demo_run(40)))
+    (tmp_path / "hosts").mkdir()
+    (tmp_path / "model").mkdir()
+    take_folder(tmp_path)
+
+
+def test_the_report_is_utf_8_whatever_the_locale(
+    tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    monkeypatch.setattr("node.cli_reporting.load_run", lambda *_: None)
+    monkeypatch.setattr("node.report_html.page", lambda _: "CE \u2192 \ud800")
+    # What a locale may say where nobody says anything.
+    monkeypatch.setattr("io.text_encoding", lambda given, *_: given or "ascii")
+    assert _report(tmp_path).read_bytes().startswith("CE \u2192".encode())
 
 
 @pytest.mark.long

@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import asyncio
+import json
 from pathlib import Path
 from typing import Any
 
@@ -13,6 +14,7 @@ from loopback import _no_daemon_left, run, until  # noqa: F401
 from serving_swarm import swarm
 
 from node.gateway_request import Limits
+from protocol.errors import UsageError
 from swarm.composition import ComposedModel
 
 
@@ -68,7 +70,12 @@ def test_connections_that_misbehave(tmp_path: Path, relay_model: ComposedModel) 
             assert await d.raw(head) == b"", "half a header is not waited for"
             slow = await d.raw(head + b"Content-Length: 100\r\nConnection: close\r\n\r\n{")
             assert b" 408 " in slow and b"in time" in slow
-            assert b" 400 " in await d.raw(b"\x16\x03\x01 this is not HTTP\r\n\r\n")
+            for rubbish in (b"\x16\x03\x01 this is not HTTP\r\n\r\n", head + b"A b\r\n\r\n"):
+                answer = await d.raw(rubbish)
+                assert b" 400 " in answer and b"application/json" in answer
+                said = json.loads(answer.partition(b"\r\n\r\n")[2])["error"]
+                assert set(said) == {"message", "type", "param", "code"}
+                assert "not HTTP" in said["message"]
             long = head + b"X: " + b"y" * 20_000 + b"\r\n\r\n"
             assert b" 400 " in await d.raw(long)
             assert b" 400 " in await d.raw(head + b"A: b\r\n" * 100 + b"\r\n")
@@ -77,12 +84,27 @@ def test_connections_that_misbehave(tmp_path: Path, relay_model: ComposedModel) 
             assert d.gateway._runner is not None
             server = d.gateway._runner.server
             await until(lambda: server is not None and len(server.connections) == 2)
-            assert b" 503 " in await d.raw(b"")
+            answer = await d.raw(b"")
+            assert b" 503 " in answer and b"Retry-After" in answer
+            assert json.loads(answer.partition(b"\r\n\r\n")[2])["error"]["code"] == "unavailable"
             for one in open_ones:
                 one.cancel()
             await asyncio.gather(*open_ones, return_exceptions=True)
             await until(lambda: server is not None and not server.connections)
             assert (await d.openai.models.list()).data
+
+    run(main(), LIMIT_S)
+
+
+@pytest.mark.parametrize("host", ["nonsense..host", "x" * 70])
+def test_a_name_that_cannot_be_listened_on(
+    tmp_path: Path, relay_model: ComposedModel, host: str
+) -> None:
+    async def main() -> None:
+        with pytest.raises(UsageError, match=host) as caught:
+            async with lonely_door(tmp_path, relay_model, host=host):
+                pass
+        assert "--host" in caught.value.hint
 
     run(main(), LIMIT_S)
 

@@ -19,6 +19,7 @@ from node.serve_host import serve_weights
 from node.serving import BlockServer
 from node.sweep_client import NobodyServes, SweepClient
 from node.sweep_output import Order, Output
+from protocol.errors import UsageError
 from protocol.frames import Refused
 from protocol.parcel import Parcel
 from protocol.serving import Sweep, SweepHanded, SweepTaken, SweepWait
@@ -189,6 +190,25 @@ def test_a_block_that_nobody_serves_is_left_out(tmp_path: Path, relay_model: Com
             text, figures = await written(client, b"abc", 13, draft_length=5)
             assert text == expected and figures.missing == (1,)
             assert any("block 1" in line for line in s.said)
+
+    run(main())
+
+
+@pytest.mark.parametrize("how", [{"draft_length": 5}, {"drafts": 1}])
+def test_a_block_that_is_left_out_on_purpose(
+    tmp_path: Path, relay_model: ComposedModel, how: dict[str, int]
+) -> None:
+    async def main() -> None:
+        async with swarm(tmp_path, relay_model) as s:
+            client = await s.client()
+            text, figures = await written(client, b"abc", 13, without=(0,), **how)
+            assert len(text) == 13 and figures.missing == (0,) and len(figures.path) == 2
+            if "drafts" not in how:
+                assert text == local(relay_model.without(0), b"abc", 13)
+            assert not any("no host" in line for line in s.said), "it was not missed"
+            for without, words in (((3,), "no block 3"), ((0, 1, 2), "no block is left")):
+                with pytest.raises(UsageError, match=words):
+                    await written(client, b"abc", 13, without=without)
 
     run(main())
 

@@ -10,16 +10,20 @@ import json
 import sys
 import time
 from collections.abc import Callable
+from dataclasses import replace
 from pathlib import Path
-from typing import Any
+from types import SimpleNamespace
+from typing import Any, cast
 
 import pytest
 
-from node import workers
+from node import host, workers
 from node.cli_operator import emit, preset
-from node.fleet import Lookup, blocks_for, saved_block
+from node.cli_swarm import join
+from node.fleet import Lookup, _commands, _hosts, blocks_for, saved_block
 from node.gate import Backoff
 from node.live_line import RunTimes
+from node.taking_part import Part, _host_settings, network_settings
 from node.workers import (
     Supervisor,
     WorkersError,
@@ -29,9 +33,11 @@ from node.workers import (
     shared_options,
     worker_home,
 )
-from protocol.errors import UsageError
+from protocol.errors import UsageError, WireError
+from protocol.records import Role
 from swarm.cost import worker_memory_bytes
 from swarm.events import NodeEvent, to_dict
+from swarm.runfile import with_start
 
 OPTIONS: dict[str, Any] = {
     "port": 4001,
@@ -78,14 +84,13 @@ def test_what_makes_no_sense_for_several() -> None:
 
 
 def test_the_command_of_a_worker_is_one_that_we_understand(tmp_path: Path) -> None:
-    from node.cli_swarm import join
-
-    shared = {**shared_options(OPTIONS, 2, 1), "block": 3}
+    shared = {**shared_options(OPTIONS, 2, 1), "first_block": 3}
     command = command_of(["/ip4/1.2.3.4/tcp/1/p2p/x"], tmp_path, 1, shared)
     assert command[1:4] == ["-m", "node.cli", "join"]
     parsed = join.make_context("join", command[4:]).params
     assert parsed["as_worker"] == 2 and parsed["folder"] == worker_home(tmp_path, 1)
-    assert parsed["as_json"] and parsed["port"] == 4002 and parsed["block"] == 3
+    assert parsed["as_json"] and parsed["port"] == 4002
+    assert parsed["first_block"] == 3 and parsed["block"] is None, "it may move from there"
     assert parsed["max_memory"] == 4.0 and parsed["announce"] == ("203.0.113.7",)
     assert "--verbose" not in arguments_of(shared)
 
@@ -104,6 +109,52 @@ def test_blocks_of_new_and_of_returning_workers(tmp_path: Path) -> None:
     assert chosen[1] == 3 and len(set(chosen)) == 3
     # Six workers on four blocks: two of them twice, and not one of them three times.
     assert sorted(map(blocks_for(tmp_path, 6, None, found, run).count, range(4))) == [1, 1, 2, 2]
+
+
+def test_only_hosts_that_train_now_count() -> None:
+    """By the same rule as for a host that chooses for itself."""
+    run = preset("tiny", "x")
+    run = replace(run, rounds=replace(run.rounds, start_s=1000))
+    now_s = 1000 + 20.5 * run.rounds.period_s
+    roles = {b"a": (Role.REPLICA, 20), b"b": (Role.SERVER, 20), b"dead": (Role.REPLICA, 4)}
+
+    class Fake:
+        peer_id = b"us"
+
+        async def replicas(self, block: int, cap: int = 0) -> list[Any]:
+            if block == 3:
+                raise WireError("nobody answers")
+            return [
+                SimpleNamespace(peer_id=peer, record=SimpleNamespace(role=int(role), round=number))
+                for peer, (role, number) in roles.items()
+                if block == 0
+            ]
+
+    found = asyncio.run(_hosts(cast(Any, Fake()), run, now_s))
+    assert found == (1, 0, 0, 0)
+
+
+def test_a_worker_begins_with_its_block_and_may_leave_it(
+    tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    run = preset("tiny", "x")
+    text = with_start(emit(run), 1000)
+    options = {**OPTIONS, "no_serve": False}
+    commands = _commands((), tmp_path, [3, 1], options, text)
+    parsed = join.make_context("join", [*commands[0][4:], "/ip4/1.2.3.4"]).params
+    part = Part(text, tmp_path, (), False, {**options, **parsed})
+    settings = _host_settings(part, network_settings(part))
+    assert (settings.block, settings.first_block) == (None, 3)
+
+    wanted: list[object] = []
+
+    async def choose(network: object, run_file: object, block: object, *more: object) -> int:
+        wanted.append(block)
+        return 3
+
+    monkeypatch.setattr(host, "choose_block", choose)
+    new = host.Host(settings, lambda line: None)
+    assert asyncio.run(new._choose_block()) == 3 and wanted == [3]
 
 
 def test_more_workers_than_fit(tmp_path: Path) -> None:
