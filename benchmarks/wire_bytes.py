@@ -57,8 +57,11 @@ def follow_bytes(included: Sequence[int], agreed: int, replicas: int) -> int:
 @cache
 def _entries_bytes(agreed: int) -> int:
     """The entry that a follower has, and the next one."""
-    part = (_NAME, identity.generate().peer_id, 1 << 16, -100)
-    entry = payloads.LogEntry(LATE, _NAME, _NAME, _NAME, 1 << 30, (part,) * agreed)
+    names = (
+        number.to_bytes(len(_NAME), "big") for number in range(agreed)
+    )  # in order, as they are
+    parts = tuple((name, identity.generate().peer_id, 1 << 16, -100) for name in names)
+    entry = payloads.LogEntry(LATE, _NAME, _NAME, _NAME, 1 << 30, parts)
     return len(payloads.pack_log([entry, entry]))
 
 
