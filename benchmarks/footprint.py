@@ -17,14 +17,12 @@ from collections.abc import Callable
 from dataclasses import replace
 from typing import Any
 
-import numpy as np
 import torch
 from torch.profiler import ProfilerActivity, profile
 
 from benchmarks import harness
 from node.memory import keep_freed_memory
 from swarm.coupling import followed_blocks
-from swarm.flat import flat_weights
 from swarm.moving_copy import MovingCopy
 from swarm.reference import ReferenceWorker
 from swarm.run import Coupling, ModelShape, Run
@@ -88,7 +86,10 @@ def step_of(name: str, coupling: Coupling | None, block: int) -> Callable[[], An
 def _moving_copy(run: Run, block: int) -> MovingCopy:
     """A copy on its way to a version of which the host holds the weights, as in a swarm."""
     copy = MovingCopy(initial_block(run, block), run.training.copy_steps)
-    version = torch.from_numpy(flat_weights(copy.block).astype(np.float16))
+    weights = [parameter.reshape(-1) for _, parameter in sorted(copy.block.named_parameters())]
+    version = torch.empty(sum(map(len, weights)), dtype=torch.float16)
+    for part, here in zip(weights, version.split([len(w) for w in weights]), strict=True):
+        here.copy_(part)
     copy.follow_flat(version)
     return copy
 
