@@ -122,6 +122,7 @@ def variants(quick: bool) -> list[Variant]:
     add("end-to-end, a loss at every second layer", other, end_to_end=True, heads_every=2)
     add("end-to-end in the wall-clock of look-ahead", headline / 1.8, end_to_end=True)
     add("end-to-end, 6 MB, learning rate 0.001", headline, end_to_end=True, learning_rate=1e-3)
+    add("look-ahead, 6 MB, learning rate 0.001", headline, learning_rate=1e-3)
     add("look-ahead, copies 200 steps old", other, steps_per_round=200)
     add("look-ahead, copies 10 steps old", other, steps_per_round=10)
     add("look-ahead, fresh copies", other, steps_per_round=1, staggered=False, copy_steps=1.0)
