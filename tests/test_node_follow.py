@@ -111,7 +111,9 @@ def test_contributors_of_the_log_so_far_outweigh_strangers(chain: Chain) -> None
     assert run(follower.advance()) and follower.log.head == poisoned.log.head
 
 
-def test_one_donors_answer_that_breaks_our_code_costs_that_answer(chain: Chain) -> None:
+def test_one_donors_answer_that_breaks_our_code_costs_that_answer(
+    chain: Chain, monkeypatch: pytest.MonkeyPatch
+) -> None:
     chain.grow(2)
     donors = Donors(a=chain, b=chain)
     ask = donors.ask
@@ -121,7 +123,7 @@ def test_one_donors_answer_that_breaks_our_code_costs_that_answer(chain: Chain) 
             raise UnicodeError("label empty or too long")
         return await ask(peer, *rest)
 
-    donors.ask = breaks  # type: ignore[method-assign,assignment]
+    monkeypatch.setattr(donors, "ask", breaks)
     follower = follower_of(donors, ["a", "b"])
     assert run(follower.advance()) and follower.round == 1
 

@@ -90,7 +90,9 @@ def test_no_majority_moves_a_host_further_than_joining_allows() -> None:
     assert clock.now_s() == town.true_s
 
 
-def test_who_was_asked_before_better_known_ones_were_there_has_no_say() -> None:
+def test_who_was_asked_before_better_known_ones_were_there_has_no_say(
+    monkeypatch: pytest.MonkeyPatch,
+) -> None:
     town = Town([])
     for peer in many(5):
         town.add(peer, 100.0)
@@ -100,7 +102,7 @@ def test_who_was_asked_before_better_known_ones_were_there_has_no_say() -> None:
     workers = many(2)
     later = Town(workers)
     later.pass_s(town.true_s - later.true_s)
-    clock.network = later  # type: ignore[assignment]
+    monkeypatch.setattr(clock, "network", later)
     run(clock.sample())
     assert clock.now_s() == later.true_s and len(clock.clock.samples) == 2
 

@@ -373,7 +373,7 @@ def test_a_host_says_by_itself_whether_it_is_reached(tmp_path: Path) -> None:
 
 
 def test_what_breaks_our_code_does_not_end_the_asking(
-    tmp_path: Path, caplog: pytest.LogCaptureFixture
+    tmp_path: Path, monkeypatch: pytest.MonkeyPatch, caplog: pytest.LogCaptureFixture
 ) -> None:
     async def main() -> None:
         async def ask(peer: bytes) -> DialBackReply:
@@ -390,7 +390,7 @@ def test_what_breaks_our_code_does_not_end_the_asking(
                 looked.append(1)
                 raise ZeroDivisionError
 
-            a.reachability.look = look  # type: ignore[method-assign]
+            monkeypatch.setattr(a.reachability, "look", look)
             a.reachability._backoff = QUICK
             task = asyncio.create_task(a.reachability.run())
             await until(lambda: len(looked) > 2)
