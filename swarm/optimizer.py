@@ -32,7 +32,7 @@ MOMENTUM = 0.95
 # Root mean square of a step per unit of learning rate. AdamW's is between 0.2 and 1, so that one
 # learning rate serves both.
 STEP_RMS = 0.6
-TOGETHER = 1 << 22  # numbers orthogonalised at once: small matrices in batches, large ones alone
+TOGETHER = 1 << 20  # numbers orthogonalised at once: small matrices in batches, large ones alone
 EPSILON = 1e-8  # of AdamW
 
 
@@ -126,12 +126,16 @@ class Muon(Rule):
         )
 
     def _direction(self, weight: Tensor, gradient: Tensor) -> Tensor:
-        """Nesterov's: the gradient, most of the way towards its momentum."""
+        """Nesterov's: the gradient, most of the way towards its momentum.
+
+        In the gradient's own memory: nobody reads it after this, and the step would otherwise be
+        where a worker needs the most.
+        """
         if weight not in self.state:
             self.state[weight] = {"momentum": torch.zeros_like(weight)}
         momentum = self.state[weight]["momentum"]
         momentum.lerp_(gradient, 1.0 - MOMENTUM)
-        return gradient.lerp(momentum, MOMENTUM)
+        return gradient.lerp_(momentum, MOMENTUM)
 
 
 def _follow(directions: Iterable[tuple[Tensor, Tensor, int]], learning_rate: float) -> None:

@@ -61,10 +61,11 @@ def test_no_gradient_gives_no_direction() -> None:
 def test_the_first_step_of_a_matrix(rows: int, columns: int) -> None:
     weight = torch.nn.Parameter(matrix(rows, columns))
     before = weight.detach().clone()
-    weight.grad = matrix(rows, columns, 1)
+    gradient = matrix(rows, columns, 1)
+    weight.grad = gradient.clone()
     Muon([Group((weight,), 0.5)]).step(0.1)
     step = before * (1 - 0.1 * 0.5) - weight.detach()
-    u, _, v = torch.linalg.svd(weight.grad, full_matrices=False)
+    u, _, v = torch.linalg.svd(gradient, full_matrices=False)
     along = torch.linalg.svdvals(u.T @ step @ v.T) / (0.1 * STEP_RMS * max(rows, columns) ** 0.5)
     assert along.min() > 0.3 and along.max() < 1.3
     # The size of a number in it does not depend on the matrix's shape.
@@ -76,9 +77,10 @@ def test_momentum_is_nesterovs() -> None:
     muon = Muon([Group((weight,), 0.0)])
     momentum = torch.zeros(4, 4)
     for seed in range(3):
-        weight.grad = matrix(4, 4, seed + 1)
-        momentum = MOMENTUM * momentum + (1 - MOMENTUM) * weight.grad
-        way = (1 - MOMENTUM) * weight.grad + MOMENTUM * momentum
+        gradient = matrix(4, 4, seed + 1)
+        weight.grad = gradient.clone()
+        momentum = MOMENTUM * momentum + (1 - MOMENTUM) * gradient
+        way = (1 - MOMENTUM) * gradient + MOMENTUM * momentum
         wanted = weight.detach() - 0.1 * STEP_RMS * 2.0 * orthogonalised(way[None])[0]
         muon.step(0.1)
         assert torch.allclose(weight.detach(), wanted, atol=1e-6)

@@ -147,7 +147,8 @@ def test_the_last_block_has_nothing_ahead(tiny_run: MakeRun) -> None:
 
 
 def test_gradients_are_clipped_and_the_rate_follows_the_schedule(tiny_run: MakeRun) -> None:
-    run = tiny_run(clip_norm=1e-3, warmup_steps=5)
+    # AdamW leaves gradients as they were clipped; Muon makes its directions in their memory.
+    run = tiny_run(clip_norm=1e-3, warmup_steps=5, optimizer="adamw")
     worker = BlockWorker(run, 2, CPU)
     for step in range(4):
         worker.step(*batch(step), copies(run)[:2], None)
