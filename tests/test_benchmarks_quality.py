@@ -11,7 +11,7 @@ import numpy as np
 import pytest
 import torch
 
-from benchmarks import harness, quality, quality_table
+from benchmarks import harness, quality, quality_row, quality_table
 from benchmarks.unfinished import Unfinished
 from node.data import Corpus
 from protocol.errors import DataError
@@ -29,25 +29,25 @@ class Cut(Exception):
 def _own_text_and_settings(monkeypatch: pytest.MonkeyPatch) -> Iterator[None]:
     text = np.frombuffer(Path(__file__).read_bytes() * 8, dtype=np.uint8)
     corpus = Corpus("this file", "here", "", text[:16000], text[16000:32000], text[:100])
-    monkeypatch.setattr(quality, "benchmark_corpus", lambda: corpus)
+    monkeypatch.setattr(quality_row, "benchmark_corpus", lambda: corpus)
     threads = torch.get_num_threads()
     yield
     torch.set_num_threads(threads)
     torch.use_deterministic_algorithms(False)
 
 
-def variant(**special: Any) -> quality.Variant:
-    return quality.Variant("row", quality.run_of(1.0, **TINY), evaluation_bytes=4096, **special)
+def variant(**special: Any) -> quality_row.Variant:
+    return quality_row.Variant("row", quality.run_of(1.0, **TINY), evaluation_bytes=4096, **special)
 
 
 def cut_after(
-    learner: type[quality.Blocks] | type[quality.EndToEnd],
+    learner: type[quality_row.Blocks] | type[quality_row.EndToEnd],
     steps: int,
     monkeypatch: pytest.MonkeyPatch,
 ) -> None:
     step = learner.step
 
-    def until_then(self: Any, number: int, text: quality.Text) -> None:
+    def until_then(self: Any, number: int, text: quality_row.Text) -> None:
         if number == steps:
             raise Cut
         step(self, number, text)
@@ -60,17 +60,19 @@ def test_a_row_that_was_cut_off_goes_on_to_the_same_result(
     end_to_end: bool, tmp_path: Path, monkeypatch: pytest.MonkeyPatch
 ) -> None:
     row = variant(end_to_end=end_to_end)
-    whole = quality.measure(row)
+    whole = quality_row.measure(row)
     with monkeypatch.context() as patch:
-        cut_after(quality.EndToEnd if end_to_end else quality.Blocks, 17, patch)
+        cut_after(quality_row.EndToEnd if end_to_end else quality_row.Blocks, 17, patch)
         with pytest.raises(Cut):
-            quality.measure(row, tmp_path, ORIGIN)
+            quality_row.measure(row, tmp_path, ORIGIN)
     [kept] = tmp_path.iterdir()
     seen: list[int] = []
     with monkeypatch.context() as patch:
-        batch = quality.Text.batch
-        patch.setattr(quality.Text, "batch", lambda s, n, *a: (seen.append(n), batch(s, n, *a))[1])
-        again = quality.measure(row, tmp_path, ORIGIN)
+        batch = quality_row.Text.batch
+        patch.setattr(
+            quality_row.Text, "batch", lambda s, n, *a: (seen.append(n), batch(s, n, *a))[1]
+        )
+        again = quality_row.measure(row, tmp_path, ORIGIN)
     assert min(seen) == 16  # the last twelfth before the cut
     assert {k: v for k, v in again.items() if k not in TIMES} == {
         k: v for k, v in whole.items() if k not in TIMES
@@ -83,7 +85,7 @@ def test_what_is_of_another_row_other_code_or_broken_is_not_gone_on_with(tmp_pat
     row, origin = variant(), {"commit": "abc", "cpu": "x"}
     kept = Unfinished(tmp_path, row.key, origin)
     assert kept.load() is None
-    kept.save(*quality.Blocks(row).state())
+    kept.save(*quality_row.Blocks(row).state())
     assert kept.load() is not None
     assert Unfinished(tmp_path, row.key, {**origin, "commit": "abd"}).load() is None
     dirty = Unfinished(tmp_path, "dirty", {**origin, "commit": "abc-dirty"})
@@ -99,7 +101,7 @@ def test_what_is_of_another_row_other_code_or_broken_is_not_gone_on_with(tmp_pat
 
 def test_what_is_fitted_on_is_not_reported() -> None:
     with pytest.raises(DataError, match="16000 bytes"):
-        quality.Text(replace(variant(), evaluation_bytes=6000))
+        quality_row.Text(replace(variant(), evaluation_bytes=6000))
 
 
 def test_the_origin_of_a_row_names_code_and_cpu() -> None:
@@ -108,8 +110,8 @@ def test_the_origin_of_a_row_names_code_and_cpu() -> None:
 
 def test_page_of_quality(tmp_path: Path) -> None:
     pytest.importorskip("matplotlib")  # of the extra `bench`; nothing else needs it
-    blocks = quality.measure(variant())
-    end_to_end = quality.measure(variant(end_to_end=True))
+    blocks = quality_row.measure(variant())
+    end_to_end = quality_row.measure(variant(end_to_end=True))
     rows = [
         {"name": "default, seed 0", **blocks},
         {"name": "end-to-end, seed 0", **end_to_end},
