@@ -7,6 +7,7 @@ before it asks again. Knows no streams and no messages; time and randomness are 
 from __future__ import annotations
 
 import asyncio
+import math
 import random
 import time
 from collections import Counter
@@ -40,11 +41,26 @@ _RETRY_MIN_S = 0.2
 _MEMORY = 0.2  # weight of the newest transfer in the average
 
 
+class Place:
+    """One place in a gate. Whoever has it longer than is fair loses it when somebody else asks."""
+
+    def __init__(self, peer_id: bytes, clock: Callable[[], float]) -> None:
+        self.peer_id = peer_id
+        self.fair_until_s = math.inf
+        self.give_up: Callable[[], None] = lambda: None
+        self._clock = clock
+
+    def fair_for(self, seconds: float, give_up: Callable[[], None]) -> None:
+        """From now on. `give_up` is called once, if the place is taken away."""
+        self.fair_until_s, self.give_up = self._clock() + seconds, give_up
+
+
 class Gate:
     """Places for transfers: a number in all, and fewer for one peer.
 
     `enter` never waits: a queue of strangers would be memory that they control, and a peer that
-    is told `busy` can ask another replica instead.
+    is told `busy` can ask another replica instead. A slow peer is left alone while there is room:
+    it may be our line that is slow.
     """
 
     def __init__(
@@ -57,6 +73,7 @@ class Gate:
         self._per_peer = per_peer
         self._clock = clock
         self._inside: Counter[bytes] = Counter()
+        self._held: list[Place] = []
         self._usual_s = _FIRST_GUESS_S
         self._turned_away = 0  # since a place was last given: they will all come back
 
@@ -65,23 +82,41 @@ class Gate:
         return self._inside.total()
 
     @contextmanager
-    def enter(self, peer_id: bytes) -> Iterator[None]:
+    def enter(self, peer_id: bytes) -> Iterator[Place]:
         """A place while the context lasts. Raises `Busy` with when there may be one."""
-        if self.inside >= self._places or self._inside[peer_id] >= self._per_peer:
+        if self._inside[peer_id] >= self._per_peer or not self._has_room():
             self._turned_away += 1
             if not self._inside[peer_id]:
                 del self._inside[peer_id]  # looking up must not remember every stranger
             raise Busy(self.retry_after_s())
+        place = Place(peer_id, self._clock)
         self._inside[peer_id] += 1
+        self._held.append(place)
         self._turned_away = max(0, self._turned_away - 1)
         began_s = self._clock()
         try:
-            yield
+            yield place
         finally:
             self._usual_s += _MEMORY * (self._clock() - began_s - self._usual_s)
-            self._inside[peer_id] -= 1
-            if not self._inside[peer_id]:
-                del self._inside[peer_id]
+            if place in self._held:
+                self._leave(place)
+
+    def _has_room(self) -> bool:
+        """Perhaps because the one who is the furthest beyond its time loses its place."""
+        if self.inside < self._places:
+            return True
+        longest = min(self._held, key=lambda place: place.fair_until_s)
+        if longest.fair_until_s > self._clock():
+            return False
+        self._leave(longest)
+        longest.give_up()
+        return True
+
+    def _leave(self, place: Place) -> None:
+        self._held.remove(place)
+        self._inside[place.peer_id] -= 1
+        if not self._inside[place.peer_id]:
+            del self._inside[place.peer_id]
 
     def retry_after_s(self) -> float:
         """About when those who were turned away before have been served."""

@@ -1,9 +1,10 @@
 """What a node answers on an incoming stream: which handler, under which limits, counted how.
 
 Decides the order of an exchange (request, place, handler, answer, ledger), which errors end a
-stream, and how long a bulk answer may hold its place. Answers by itself whatever needs no trainer:
-hello, run file, peers' records, ping. The worker adds its own kinds with `serve`. Knows streams
-only as `protocol.frames.Stream`: nothing of p2pd, so that any transport can bring them.
+stream, and after how long a bulk answer's place may go to somebody else. Answers by itself whatever
+needs no trainer: hello, run file, peers' records, ping. The worker adds its own kinds with `serve`.
+Knows streams only as `protocol.frames.Stream`: nothing of p2pd, so that any transport can bring
+them.
 """
 
 from __future__ import annotations
@@ -16,7 +17,7 @@ from contextlib import AbstractContextManager, ExitStack
 from dataclasses import dataclass
 from typing import Any, Self, TypeVar
 
-from node.gate import Gate
+from node.gate import Gate, Place
 from protocol import frames, messages
 from protocol.errors import WireError
 from protocol.frames import BytesLike, Channel, Chunks, Deadline, Head, Stream, StreamEnded
@@ -94,7 +95,7 @@ _ENDS_STREAM = {
 }
 
 
-class _Place:
+class _StreamPlace:
     """A stream's place. In the lobby it is only told `busy`, until it can move up. Between two
     questions it rests, and takes no place from others."""
 
@@ -153,12 +154,10 @@ class Service:
         bulk_deadline_s: float = BULK_DEADLINE_S,
         updates: Gate | None = None,
         up_bytes_per_s: float | None = None,
-        bulk_grace_s: float = BULK_GRACE_S,
     ) -> None:
         self.ledger = ledger
         self.gate = gate or Gate(CONCURRENT_TRANSFERS, TRANSFERS_PER_PEER)
         self.updates = updates or Gate(UPDATE_TRANSFERS, UPDATES_PER_PEER)
-        self._bulk_grace_s = bulk_grace_s
         self._least_bytes_per_s = float(BULK_LEAST_BYTES_PER_S)
         if up_bytes_per_s is not None:  # a peer is not slow because we are
             share = up_bytes_per_s / (CONCURRENT_TRANSFERS + UPDATE_TRANSFERS)
@@ -193,7 +192,7 @@ class Service:
         """Serve one incoming stream to its end. Leaves it closed, or aborted after an error."""
         channel = Channel(stream, self._deadline())
         try:
-            with _Place(peer_id, self._streams, self._lobby, self._resting) as place:
+            with _StreamPlace(peer_id, self._streams, self._lobby, self._resting) as place:
                 async with channel:
                     for _ in range(EXCHANGES_PER_STREAM):
                         if not await self._exchange(channel, peer_id, place):
@@ -207,7 +206,7 @@ class Service:
         except WireError as error:
             _log.debug("stream of %s: %s", peer_text(peer_id), error)
 
-    async def _exchange(self, channel: Channel, peer_id: bytes, place: _Place) -> bool:
+    async def _exchange(self, channel: Channel, peer_id: bytes, place: _StreamPlace) -> bool:
         """One request and its answer; whether the stream goes on."""
         purpose, block = int(Purpose.CONTROL), BLOCK_NONE
         try:
@@ -244,12 +243,23 @@ class Service:
             async with asyncio.timeout(self._control_deadline_s):
                 return await entry.handler(request, peer_id)
         gate = self.updates if request.KIND is Kind.UPDATE_REQUEST else self.gate
-        with gate.enter(peer_id):
+        with gate.enter(peer_id) as place:
             async with asyncio.timeout(self._control_deadline_s):
                 reply = await entry.handler(request, peer_id)
-            channel.deadline = Deadline.after(self._bulk_s(reply.size_bytes))
-            await self._send(channel, reply)
+            channel.deadline = Deadline.after(self._bulk_deadline_s)
+            await self._send_in(place, channel, reply)
             return None
+
+    async def _send_in(self, place: Place, channel: Channel, reply: Reply) -> None:
+        """Send a bulk answer, unless it takes so long that its place goes to somebody else."""
+        now_s = asyncio.get_running_loop().time
+        try:
+            async with asyncio.timeout(None) as until:
+                fair_s = self._fair_s(reply.size_bytes)
+                place.fair_for(fair_s, lambda: until.reschedule(now_s()))
+                await self._send(channel, reply)
+        except TimeoutError as error:
+            raise frames.Truncated("read too slowly, and others wait for the place") from error
 
     async def _take(self, channel: Channel, head: Head, request: Message, peer_id: bytes) -> Reply:
         intake = self._intakes[request.KIND]
@@ -300,10 +310,9 @@ class Service:
             if not data:
                 return
 
-    def _bulk_s(self, size_bytes: int) -> float:
-        """How long a peer may take to read a bulk answer."""
-        slowest_s = self._bulk_grace_s + size_bytes / self._least_bytes_per_s
-        return min(slowest_s, self._bulk_deadline_s)
+    def _fair_s(self, size_bytes: int) -> float:
+        """How long a peer may take to read a bulk answer while others wait for its place."""
+        return BULK_GRACE_S + size_bytes / self._least_bytes_per_s
 
     def _deadline(self) -> Deadline:
         return Deadline.after(self._control_deadline_s)

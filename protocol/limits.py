@@ -98,8 +98,9 @@ STALL_S = 10.0  # no byte for so long and the peer counts as gone
 RESTS_S = 60.0  # no question for so long and a stream that has carried one is given up
 CONTROL_DEADLINE_S = 15.0  # a whole exchange without a bulk payload
 BULK_DEADLINE_S = 600.0  # the ceiling for a bulk transfer; rounds set a shorter one
-# A bulk answer has this and the time that its bytes take at the least rate: who reads more slowly
-# on purpose gives its place back soon. An honest newcomer asks for 70 KB/s of a shard itself.
+# A bulk answer has this and the time that its bytes take at the least rate. After that its place
+# goes to the next one who asks, if all are taken: who reads slowly on purpose keeps nobody out, and
+# whoever has a slow line goes on while there is room.
 BULK_GRACE_S = 10.0
 BULK_LEAST_BYTES_PER_S = 64 * KIB
 # Aggregates and shards at once; beyond that: `busy`. 8 x 256 KiB chunks both ways stays small.

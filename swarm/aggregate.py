@@ -8,9 +8,10 @@ one sender. So updates are judged whole:
 - norms are clipped to 1.25 times the reference (median of this round or of the last ones; honest
   norms differ by 1.1), and one of 4 times the reference, or the last round, is left out. Who sends
   alone is no reference for itself: it is clipped to what a sender may be by the log, 2.5 times;
-- an update of less than 1/16 of the last rounds' norm says nothing: it is left out and measures
-  nobody. Otherwise half of the senders, with empty updates that cost no work, would be the median:
-  they would clip the others to nothing, and have all votes once nobody else was included;
+- an update of less than 1/16 of the last rounds' norm says nothing, unless most are as small: it is
+  left out and measures nobody. Otherwise half of the senders, with empty updates that cost no work,
+  would be the median: they would clip the others to nothing, and have all votes once nobody else
+  was included;
 - each update gets a score, its exact cosine to the trend (the sum of the last steps) plus the sum
   of the other updates. One round's sparse updates overlap too little to tell a sign flip; the trend
   does. Left out is who clearly opposes, now, what the others clearly agree on, or who, on the
@@ -123,11 +124,12 @@ def _reference(norms: Sequence[int], recent_norms: Sequence[int]) -> int:
 
 
 def _silent(norms: Sequence[int], recent_norms: Sequence[int]) -> set[int]:
-    """The updates that say nothing. If none is as large as those of the last rounds, then training
-    has changed, for all: only empty ones say nothing."""
+    """The updates that say nothing. If most are far smaller than those of the last rounds, then it
+    is training that has changed, and who sends as much as before must not decide alone: only empty
+    ones say nothing."""
     floor = lower_median(recent_norms) * SILENT_X16 // 16 if recent_norms else 0
     small = {i for i, length in enumerate(norms) if length <= floor}
-    if len(small) < len(norms):
+    if 2 * len(small) <= len(norms):
         return small
     return {i for i, length in enumerate(norms) if length == 0}
 

@@ -42,6 +42,30 @@ def test_places_in_all_and_per_peer() -> None:
         assert gate.inside == 1
 
 
+def test_the_one_furthest_beyond_its_time_loses_its_place_to_who_asks() -> None:
+    clock = FakeClock()
+    gate = Gate(places=2, per_peer=2, clock=clock)
+    gone: list[str] = []
+    with ExitStack() as inside:
+        for name, fair_s in (("long", 30.0), ("short", 10.0)):
+            place = inside.enter_context(gate.enter(b"a"))
+            place.fair_for(fair_s, lambda name=name: gone.append(name))  # type: ignore[misc]
+        clock.now_s += 9.0
+        with pytest.raises(Busy), gate.enter(b"b"):
+            pass
+        clock.now_s += 100.0  # both are beyond it now, and nobody asks
+        assert not gone
+        with pytest.raises(Busy), gate.enter(b"a"):  # who has enough gains nothing by asking
+            pass
+        with gate.enter(b"b"):
+            assert gone == ["short"] and gate.inside == 2
+            with gate.enter(b"b"):
+                assert gone == ["short", "long"] and gate.inside == 2
+                with pytest.raises(Busy), gate.enter(b"c"):  # these have no end yet
+                    pass
+    assert gate.inside == 0 and not gate._inside
+
+
 def test_a_place_is_free_again_after_any_error() -> None:
     gate = Gate(places=1)
     for error in (ValueError, asyncio.CancelledError):

@@ -100,6 +100,19 @@ def test_a_round_in_which_all_updates_are_small_counts() -> None:
     assert result.median_norm < 1000
 
 
+def test_one_who_goes_on_as_before_does_not_silence_the_rest() -> None:
+    """Norms that fall sixteenfold at once, but for one sender: it must not have the block alone."""
+    recent = [1_000_000] * 8
+    few = [FixedUpdate(64, None, np.full(64, 7_500, dtype=np.int64)) for _ in range(6)]
+    one = FixedUpdate(64, None, np.full(64, -125_000, dtype=np.int64))
+    for _ in range(12):
+        result = aggregate([*few, one], recent_norms=recent[-8:])
+        assert all(result.scales[:6])
+        recent.append(result.median_norm)
+    assert recent[-1] < 100_000
+    assert result.scales[6] == 0  # by then it is seen to be far too long
+
+
 def test_nothing_from_anybody_moves_nothing() -> None:
     empty = FixedUpdate(4, None, ints(0, 0, 0, 0))
     result = aggregate([empty, empty], recent_norms=[1000] * 8)
