@@ -293,9 +293,10 @@ class ExchangeSwarm:
                 for _ in range(steps):
                     windows = torch.from_numpy(member.stream.batch_at(member.position)).long()
                     member.position += 1
-                    read = {other: moving.move() for other, moving in copies.items()}
-                    upstream = [read[before] for before in range(group.block) if before in read]
-                    ahead = read.get(group.block + 1)
+                    for moving in copies.values():
+                        moving.move()
+                    upstream = [copies[o] for o in range(group.block) if o in copies]
+                    ahead = copies.get(group.block + 1)
                     member.worker.step(windows[:, :-1], windows[:, 1:], upstream, ahead)
 
     def _wanted(self, block: int) -> dict[int, int]:

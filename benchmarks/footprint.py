@@ -76,9 +76,10 @@ def step_of(name: str, coupling: Coupling | None, block: int) -> Callable[[], An
     copies = {other: _moving_copy(whole, other) for other in followed_blocks(whole.model, block)}
 
     def step() -> None:
-        read = {other: moving.move() for other, moving in copies.items()}
-        upstream = [read[other] for other in read if other < block]
-        worker.step(x, y, upstream, read.get(block + 1))
+        for moving in copies.values():
+            moving.move()
+        upstream = [copies[other] for other in copies if other < block]
+        worker.step(x, y, upstream, copies.get(block + 1))
 
     return step
 

@@ -32,13 +32,13 @@ from node.windows import WindowStream, stream_seed
 from protocol.errors import BlockswarmError, DataError
 from swarm.composition import ComposedModel
 from swarm.coupling import followed_blocks
-from swarm.evaluate import honest_ce
+from swarm.evaluate import honest_ce, nll_sum
 from swarm.fixed_point import Halves
 from swarm.flat import Change, Floats, add_flat_at, flat_weights, load_flat
 from swarm.model import Block
 from swarm.moving_copy import MovingCopy, frozen_copy
 from swarm.run import Run
-from swarm.worker import BlockWorker, initial_block
+from swarm.worker import BlockWorker, initial_block, relayed_hidden
 
 IDLE_POLL_S = 0.2
 PROGRESS_EVERY_S = 0.5
@@ -182,10 +182,10 @@ class _Trainer:
     def _step(self) -> None:
         device = self.worker.device
         windows = torch.from_numpy(self.stream.batch_at(self.position)).long().to(device)
-        read = {j: moving.move() for j, moving in self.copies.items()}
-        upstream = [read[j] for j in range(self.worker.index) if j in read]
-        ahead = read.get(self.worker.index + 1)
-        loss = self.worker.step(windows[:, :-1], windows[:, 1:], upstream, ahead).own_nats
+        for moving in self.copies.values():
+            moving.move()
+        ahead = self.copies.get(self.worker.index + 1)
+        loss = self.worker.step(windows[:, :-1], windows[:, 1:], self._upstream(), ahead).own_nats
         self.loss_nats = loss if self.loss_nats is None else 0.9 * self.loss_nats + 0.1 * loss
         self.position += 1
         self.steps += 1
@@ -230,18 +230,30 @@ class _Trainer:
                 return self._load(Path(order["path"]))
         return {"error": f"unknown order {order['op']}"}
 
+    def _upstream(self) -> list[MovingCopy]:
+        return [self.copies[j] for j in range(self.worker.index) if j in self.copies]
+
     def _evaluate(self, flat: Floats) -> float:
         """Honest CE of this block with other weights, on the host's held-out bytes."""
         twin = frozen_copy(self.worker.block)
         load_flat(twin, flat)
+        if self.run.model.relays:
+            return self._relayed_ce(twin)
         blocks: list[Block | None] = [None] * self.run.model.blocks
-        for j in range(self.worker.index):
-            blocks[j] = self.copies[j].block if j in self.copies else None
         blocks[self.worker.index] = twin
         ce = honest_ce(ComposedModel(self.run, blocks), self.held_out)
-        found = ce.block_ce_nats[self.worker.index]
-        assert found is not None
-        return found
+        return ce.ce_nats
+
+    @torch.no_grad()
+    def _relayed_ce(self, block: Block) -> float:
+        """The same over what the blocks before it relay, one copy in full at a time."""
+        total, count = 0.0, 0
+        for windows in self.held_out:
+            x, y = windows[:, :-1].to(self.worker.device), windows[:, 1:].to(self.worker.device)
+            hidden = block.hidden(x, relayed_hidden(self._upstream(), x))
+            total += nll_sum(torch.log_softmax(block.logits(hidden).float(), dim=-1), y)
+            count += y.numel()
+        return total / count
 
     def _save(self, path: Path) -> dict[str, Any]:
         weights, state = self.worker.block.named_parameters(), self.worker.optimizer.tensors()

@@ -25,8 +25,9 @@ WORKER_BYTES_PER_WEIGHT = 20  # fp32 weights, gradients, two moments of Adam, in
 # An fp32 vector shared with the node, two snapshots, the trend, room for the next consensus; and
 # the newest steps, whose size depends on how many weights the updates have.
 EXCHANGE_BYTES_PER_WEIGHT = 32
-# A followed block: its int32 consensus, the fp16 version that its copy moves to, and the copy.
-COPY_BYTES_PER_WEIGHT = 10
+# A followed block: its int32 consensus, the fp16 version that its copy moves to, and the copy. It
+# is read in full where the gradients will be, one at a time.
+COPY_BYTES_PER_WEIGHT = 8
 LAYER_FLOATS_PER_WIDTH = 18  # kept for the backward pass, per byte of context
 HEAD_FLOATS = 2 * VOCABULARY  # the loss of a slice at a time: its logits and their softmax
 SAVED_BYTES_PER_WEIGHT = 2 * 16 + 2 * 4  # a checkpoint and the one that replaces it, two snapshots

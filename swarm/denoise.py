@@ -24,6 +24,7 @@ from swarm.composition import ComposedModel, euler_embedding
 from swarm.generate import Sampling
 from swarm.head_loss import Evidence
 from swarm.model import Block, NoisyInput
+from swarm.moving_copy import Readable
 from swarm.noise import sigma_edges
 from swarm.objective import evidence
 from swarm.run import Run
@@ -106,11 +107,12 @@ class JointDenoising:
         return module.head_loss(hidden[scored], rows.y[scored], known), hidden
 
     @torch.no_grad()
-    def relayed(self, upstream: Sequence[Block], rows: Rows) -> Tensor | None:
+    def relayed(self, upstream: Sequence[Readable], rows: Rows) -> Tensor | None:
         """The hidden state that reaches a block: those before it see z at their higher sigmas."""
         relay: Tensor | None = None
-        for block, module in enumerate(upstream):
-            relay = self.hidden(module, block, rows, relay)
+        for block, held in enumerate(upstream):
+            with held.at_hand() as module:
+                relay = self.hidden(module, block, rows, relay)
         return relay
 
     def _sigma(self, block: int, rows: Rows) -> Tensor:

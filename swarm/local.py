@@ -192,11 +192,11 @@ class LocalSwarm:
         for (block, lag), moving in self.copies.items():
             moving.follow(self.versions.get(block, max(0, self.versions.newest - max(0, lag))))
 
-    def _upstream(self, block: int) -> list[Block]:
-        return [self.copies[read].block for read in self._read_by(block) if read[0] < block]
+    def _upstream(self, block: int) -> list[MovingCopy]:
+        return [self.copies[read] for read in self._read_by(block) if read[0] < block]
 
-    def _next(self, block: int) -> Block | None:
-        found = [self.copies[read].block for read in self._read_by(block) if read[0] > block]
+    def _next(self, block: int) -> MovingCopy | None:
+        found = [self.copies[read] for read in self._read_by(block) if read[0] > block]
         return found[0] if found else None
 
 

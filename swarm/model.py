@@ -8,6 +8,7 @@ of other blocks' weights, of noise schedules or of the wire.
 from __future__ import annotations
 
 import math
+from contextlib import AbstractContextManager, nullcontext
 from typing import NamedTuple
 
 import torch
@@ -254,6 +255,10 @@ class Block(nn.Module):
 
     def new_cache(self) -> list[LayerCache]:
         return [LayerCache() for _ in self.layers]
+
+    def at_hand(self, keep: bool = False) -> AbstractContextManager[Block]:
+        """A block is there in full; a copy of one may not be (`swarm.moving_copy`)."""
+        return nullcontext(self)
 
 
 class EndToEnd(nn.Module):

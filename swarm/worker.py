@@ -13,7 +13,7 @@ version. With `denoise_share` the first rows of a batch train joint denoising (`
 from __future__ import annotations
 
 from collections.abc import Sequence
-from contextlib import AbstractContextManager, nullcontext
+from contextlib import AbstractContextManager, ExitStack, nullcontext
 from dataclasses import dataclass
 
 import torch
@@ -21,6 +21,7 @@ from torch import Tensor
 
 from swarm.denoise import JointDenoising, draw_rows
 from swarm.model import Block, make_block
+from swarm.moving_copy import Readable
 from swarm.noise import block_interval, target_table
 from swarm.objective import DenoisingObjective
 from swarm.optimizer import BlockOptimizer, PassingSteps
@@ -63,7 +64,7 @@ class BlockWorker:
         self.steps_done = 0
 
     def step(
-        self, x: Tensor, y: Tensor, upstream: Sequence[Block], next_block: Block | None
+        self, x: Tensor, y: Tensor, upstream: Sequence[Readable], next_block: Readable | None
     ) -> StepLoss:
         """One optimizer step on a batch of inputs and targets."""
         self.optimizer.zero_grad()
@@ -82,8 +83,8 @@ class BlockWorker:
         self,
         x: Tensor,
         y: Tensor,
-        upstream: Sequence[Block],
-        next_block: Block | None,
+        upstream: Sequence[Readable],
+        next_block: Readable | None,
         share: float,
     ) -> tuple[float, float | None]:
         """The objective's loss and the next block's; their gradients count for `share`."""
@@ -94,7 +95,8 @@ class BlockWorker:
         if hidden is None or next_block is None or self.ahead is None:
             own.backward(weight)  # type: ignore[no-untyped-call]  # torch leaves it unannotated
             return own.item(), None
-        ahead, gradient = self._look_ahead(next_block, x, y, hidden, generator, share)
+        with next_block.at_hand(keep=self.run.training.ahead_learns) as copy:
+            ahead, gradient = self._look_ahead(copy, x, y, hidden, generator, share)
         torch.autograd.backward([own, hidden], [weight, gradient])
         return own.item(), ahead
 
@@ -103,8 +105,8 @@ class BlockWorker:
         joint: JointDenoising,
         x: Tensor,
         y: Tensor,
-        upstream: Sequence[Block],
-        next_block: Block | None,
+        upstream: Sequence[Readable],
+        next_block: Readable | None,
         others: float,
     ) -> float:
         """The loss of joint denoising, its look-ahead included; gradients count for the rest."""
@@ -112,11 +114,13 @@ class BlockWorker:
         rows = draw_rows(x, y, self.run.model.width, generator)
         relay = joint.relayed(upstream, rows) if self.run.model.relays else None
         loss, hidden = joint.loss(self.block, self.index, rows, relay)
-        total = loss
-        if next_block is not None and self.ahead is not None:
-            ahead, _ = joint.loss(next_block, self.index + 1, rows, hidden)
-            total = loss + self.run.training.look_ahead_weight * ahead
-        (total * (1.0 - others)).backward()  # type: ignore[no-untyped-call]
+        with ExitStack() as read:
+            total = loss
+            if next_block is not None and self.ahead is not None:
+                copy = read.enter_context(next_block.at_hand())
+                ahead, _ = joint.loss(copy, self.index + 1, rows, hidden)
+                total = loss + self.run.training.look_ahead_weight * ahead
+            (total * (1.0 - others)).backward()  # type: ignore[no-untyped-call]
         return loss.item()
 
     def _look_ahead(
@@ -177,11 +181,12 @@ def initial_block(run: Run, block: int) -> Block:
 
 
 @torch.no_grad()
-def relayed_hidden(upstream: Sequence[Block], x: Tensor) -> Tensor | None:
+def relayed_hidden(upstream: Sequence[Readable], x: Tensor) -> Tensor | None:
     """The hidden state that reaches a block from forward-only copies of those before it."""
     relay: Tensor | None = None
-    for block in upstream:
-        relay = block.hidden(x, relay)
+    for copy in upstream:
+        with copy.at_hand() as block:
+            relay = block.hidden(x, relay)
     return relay
 
 

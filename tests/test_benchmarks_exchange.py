@@ -90,7 +90,9 @@ def test_copies_are_the_versions_that_a_live_worker_reads() -> None:
         for block, moving in copies.items():
             moving.part = 1.0  # the rest of the way
             expected = swarm.groups[block].versions[wanted[block]]
-            assert np.array_equal(flat_weights(moving.move()), expected)
+            moving.move()
+            with moving.at_hand() as block:
+                assert np.array_equal(flat_weights(block), expected)
     assert set(swarm._copies[0][0]) == {1}
     assert all(len(group.versions) <= TINY.blocks + 2 for group in swarm.groups)
 

@@ -182,9 +182,8 @@ def test_copies_are_frozen_and_as_old_as_their_round(tiny_run: MakeRun) -> None:
         assert newest == step // 3
         for worker in swarm.workers:
             numbers = upstream_versions(worker.index, newest, staggered=True)
-            for before, (version, copied) in enumerate(
-                zip(numbers, swarm._upstream(worker.index), strict=True)
-            ):
+            read = [moving.block for moving in swarm._upstream(worker.index)]
+            for before, (version, copied) in enumerate(zip(numbers, read, strict=True)):
                 expected = seen[version][before]
                 assert all(torch.equal(v, expected[k]) for k, v in copied.state_dict().items())
                 assert not any(p.requires_grad for p in copied.parameters())
@@ -193,7 +192,8 @@ def test_copies_are_frozen_and_as_old_as_their_round(tiny_run: MakeRun) -> None:
             assert (ahead is None) == (worker.index == 2)
             if ahead is not None:
                 expected = seen[newest][worker.index + 1]
-                assert all(torch.equal(v, expected[k]) for k, v in ahead.state_dict().items())
+                found = ahead.block.state_dict()
+                assert all(torch.equal(v, expected[k]) for k, v in found.items())
     assert len(swarm.versions.copies) <= 3  # what nobody reads any more is gone
 
 
@@ -212,17 +212,17 @@ def test_the_composed_model_is_what_the_last_worker_trains_on(tiny_run: MakeRun)
     composed = swarm.composed_blocks()
     assert composed[-1] is swarm.workers[-1].block
     for block, read in zip(composed[:-1], swarm._upstream(2), strict=True):
-        assert (flat_weights(block) == flat_weights(read)).all()
+        assert (flat_weights(block) == flat_weights(read.block)).all()
 
 
 def test_copies_approach_the_versions_that_they_follow(tiny_run: MakeRun) -> None:
     swarm = train(LocalSwarm(tiny_run(copy_steps=3.0), CPU), 10)
     (read,) = swarm._upstream(1)
     followed = flat_weights(swarm.versions.get(0, swarm.versions.newest))
-    away = abs(flat_weights(read) - followed).max()
+    away = abs(flat_weights(read.block) - followed).max()
     assert away > 0
     swarm.copies[0, 0].move()
-    assert abs(flat_weights(read) - followed).max() == pytest.approx(away * 2 / 3, rel=1e-3)
+    assert abs(flat_weights(read.block) - followed).max() == pytest.approx(away * 2 / 3, rel=1e-3)
 
 
 @pytest.mark.parametrize("trained", [True, False])
