@@ -1,18 +1,23 @@
 """Which device computes, with how many threads and in which precision.
 
-Decides once, at the start of a process. CUDA, then MPS, then CPU; bf16 autocast only on CUDA
-devices that have it: on CPUs it was measured between no faster and 60 times slower.
+Decides once, at the start of a process. CUDA, then MPS, then CPU. bf16 autocast only on devices
+that compute with it. A CPU that does not is up to 60 times slower with it; one that does trains a
+block of width 512 1.3 times as fast (EPYC with avx512_bf16, one thread, 2.2 and 1.6 s a step), and
+one of width 128 no faster.
 """
 
 from __future__ import annotations
 
 import os
+from pathlib import Path
 
 import torch
 
 from protocol.errors import UsageError
 
 MAX_THREADS = 1024
+CPU_BF16_WIDTH = 512  # from here on, on a CPU, casting costs less than it gains
+CPU_BF16_FLAGS = {"avx512_bf16", "amx_bf16"}
 
 
 def choose_device(name: str = "auto") -> torch.device:
@@ -36,13 +41,25 @@ def available_devices() -> list[str]:
     return [*found, *mps, "cpu"]
 
 
-def autocast_dtype(device: torch.device) -> torch.dtype | None:
-    """The precision that the forward pass may drop to, or None for fp32 throughout."""
+def autocast_dtype(device: torch.device, width: int) -> torch.dtype | None:
+    """The precision that a model's forward pass may drop to, or None for fp32 throughout."""
+    if device.type == "cpu":
+        helps = width >= CPU_BF16_WIDTH and bool(CPU_BF16_FLAGS & _cpu_flags())
+        return torch.bfloat16 if helps else None
     if device.type != "cuda":
         return None
     with torch.cuda.device(device):  # the question is about the current one
         has = torch.cuda.is_bf16_supported(including_emulation=False)
     return torch.bfloat16 if has else None
+
+
+def _cpu_flags(path: Path = Path("/proc/cpuinfo")) -> set[str]:
+    """What Linux says that the CPU can do; nothing elsewhere."""
+    try:
+        lines = path.read_text().splitlines()
+    except OSError:
+        return set()
+    return set(next((line for line in lines if line.startswith("flags")), "").split())
 
 
 def make_deterministic(threads: int | None = None) -> None:

@@ -141,7 +141,8 @@ class _Trainer:
         run = Run.from_dict(settings.run)
         device = choose_device(settings.device)
         self.run, self.connection, self.shared = run, connection, shared
-        self.worker = BlockWorker(run, settings.block, device, autocast_dtype(device))
+        precision = autocast_dtype(device, run.model.width)
+        self.worker = BlockWorker(run, settings.block, device, precision)
         followed = followed_blocks(run.model, settings.block)
         steps = run.training.copy_steps
         self.copies = {j: MovingCopy(initial_block(run, j).to(device), steps) for j in followed}

@@ -160,7 +160,7 @@ def _move(found: Sequence[tuple[Tensor, Tensor]], scale: float) -> None:
 def orthogonalised(x: Tensor) -> Tensor:
     """(batch, rows, columns), rows <= columns: the same with all singular values near one."""
     if x.device.type == "cuda":
-        x = x.bfloat16()  # precise enough for a direction; on a CPU it is slower, not faster
+        x = x.bfloat16()  # precise enough for a direction; on a CPU it seldom pays
     x = x / (torch.linalg.matrix_norm(x.float(), keepdim=True) + 1e-7).to(x.dtype)
     a, b, c = NEWTON_SCHULZ
     for _ in range(NEWTON_SCHULZ_STEPS):

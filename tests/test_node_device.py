@@ -2,9 +2,13 @@
 
 from __future__ import annotations
 
+from functools import partial
+from pathlib import Path
+
 import pytest
 import torch
 
+from node import device
 from node.device import autocast_dtype, available_devices, choose_device, make_deterministic
 from protocol.errors import UsageError
 from swarm.local import LocalSwarm
@@ -51,8 +55,29 @@ def losses(autocast: torch.dtype | None) -> tuple[list[float], LocalSwarm]:
     return found, swarm
 
 
-def test_fp32_on_a_cpu_and_bf16_stays_close() -> None:
-    assert autocast_dtype(CPU) is None
+@pytest.mark.parametrize(
+    ("flags", "width", "bf16"),
+    [
+        ("flags\t\t: fpu avx2 avx512_bf16 sse", 512, True),
+        ("flags\t\t: fpu amx_bf16", 1024, True),
+        ("flags\t\t: fpu amx_bf16", 128, False),  # casts cost what they gain
+        ("flags\t\t: fpu avx2 avx512f", 1024, False),  # emulated: up to 60 times slower
+        ("model name : xbf16 avx512_bf16", 1024, False),
+        (None, 1024, False),
+    ],
+)
+def test_bf16_only_on_cpus_that_compute_with_it(
+    flags: str | None, width: int, bf16: bool, tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    path = tmp_path / "cpuinfo"
+    if flags is not None:
+        path.write_text(f"processor\t: 0\n{flags}\nbogomips\t: 1\n")
+    monkeypatch.setattr(device, "_cpu_flags", partial(device._cpu_flags, path))
+    assert autocast_dtype(CPU, width) is (torch.bfloat16 if bf16 else None)
+    assert autocast_dtype(torch.device("mps"), width) is None
+
+
+def test_bf16_stays_close() -> None:
     exact, plain = losses(None)
     close, cast = losses(torch.bfloat16)
     assert plain.workers[0].autocast is None
