@@ -152,11 +152,18 @@ def _figures(rows: harness.Rows) -> harness.Figures:
         ("ce_z_removed", "look-ahead, z removed", "ce"),
         ("ce_stale_50", "look-ahead, copies 50 steps old", "ce"),
         ("ce_end_to_end_2mb", "end-to-end, learning rate 0.002", "ce"),
+        ("ce_composed_rate_0_001", "look-ahead, 6 MB, learning rate 0.001", "ce"),
+        ("ce_end_to_end_rate_0_001", "end-to-end, 6 MB, learning rate 0.001", "ce"),
+        ("ce_control_4x_rate_0_001", "one block on 4 times 6 MB, learning rate 0.001", "ce"),
     ):
         if row in by_name:
             out[name] = by_name[row][key]
-    if {"ce_stale_50", "ce_end_to_end_2mb"} <= out.keys():
-        out["ce_gap_2mb"] = out["ce_stale_50"] - out["ce_end_to_end_2mb"]
+    for gap, blocks, whole in (
+        ("ce_gap_2mb", "ce_stale_50", "ce_end_to_end_2mb"),
+        ("ce_gap_rate_0_001", "ce_composed_rate_0_001", "ce_end_to_end_rate_0_001"),
+    ):
+        if {blocks, whole} <= out.keys():
+            out[gap] = out[blocks] - out[whole]
     if "independent" in by_name:
         out["ce_single_block"] = min(by_name["independent"]["ce_newest_blocks"])
     return out

@@ -14,16 +14,13 @@ from click.core import ParameterSource
 
 from node.addresses import split_peer
 from node.cli_options import FiniteRange, meant_as_address
-from node.cli_report import (
-    evaluation_facts,
-    print_evaluation,
-    print_json,
-    print_probe,
-    print_training,
-)
+from node.cli_report import print_json, print_training
 from node.cli_serve import generate_from_swarm, is_address, sweep_options
+from node.local_memory import SMALLER, memory_errors_told
+from node.local_report import evaluation_facts, print_evaluation, print_probe
 from node.terminal import ByteWriter
-from swarm.run import Coupling, Objective, Optimizer
+from protocol.errors import UsageError
+from swarm.run import Composition, Coupling, Objective, Optimizer
 
 F = TypeVar("F", bound=Any)
 
@@ -31,6 +28,8 @@ DATA_HELP = "python (this machine's CPython library), wikitext-2, wikitext-103, 
 FOLDER = click.Path(path_type=Path)
 SIZE = click.IntRange(min=1)
 SEED = click.IntRange(0, 2**62)
+RUN_SEED = click.IntRange(0, 2**32 - 1)  # as `swarm.run.Run` has it
+FOLDER_MODES = ("autoregressive", "denoise")  # of `generate --mode`
 
 
 def _compute_options(command: F) -> F:
@@ -79,7 +78,9 @@ without_option = click.option(
     "--leak-limit", type=float, default=0.05, show_default=True, help="Nats z may tell of a byte."
 )
 @click.option(
-    "--adaptive-sigma", is_flag=True, help="Raise a block's lowest sigma if its leak is measured."
+    "--adaptive-sigma",
+    is_flag=True,
+    help="Raise a block's sigmas while it reads its target.",
 )
 @click.option("--steps", type=int, default=2000, show_default=True, help="Steps of every block.")
 @click.option(
@@ -101,8 +102,13 @@ without_option = click.option(
     show_default=True,
     help="Part of a batch that trains `generate --mode denoise`; 0: none.",
 )
-@click.option("--seed", type=SEED, default=0, show_default=True, help="Of everything random.")
-@click.option("--resume", is_flag=True, help="Go on with the run in --out that was cut off.")
+@click.option("--seed", type=RUN_SEED, default=0, show_default=True, help="Of everything random.")
+@click.option(
+    "--resume",
+    is_flag=True,
+    help="Go on with the run in --out that was cut off, with its options. Other --threads than "
+    "before give other last bits.",
+)
 @click.option("--overwrite", is_flag=True, help="Replace the model or the run in --out.")
 @click.option(
     "--save-every",
@@ -117,6 +123,7 @@ without_option = click.option(
 @_compute_options
 @json_option
 @click.pass_context
+@memory_errors_told(SMALLER)
 def train(ctx: click.Context, /, out: Path, as_json: bool, **options: Any) -> None:
     """Train all blocks on this machine and write a model folder.
 
@@ -148,26 +155,37 @@ def train(ctx: click.Context, /, out: Path, as_json: bool, **options: Any) -> No
 @click.option(
     "--limit-bytes", type=SIZE, default=250_000, show_default=True, help="Bytes to read at most."
 )
+@click.option(
+    "--composition",
+    type=click.Choice(get_args(Composition)),
+    default=None,
+    help="How blocks make one model (default: the folder's); embedding: independent blocks only.",
+)
 @without_option
 @_compute_options
 @json_option
+@memory_errors_told()
 def evaluate(
     model: Path,
     data: str | None,
     split: str,
     limit_bytes: int,
+    composition: Composition | None,
     without: tuple[int, ...],
     as_json: bool,
     **options: Any,
 ) -> None:
     """Honest cross entropy of a model folder: no block ever sees the byte it predicts."""
-    from node.local_jobs import load_with_corpus
+    from node.local_jobs import composed_as, data_changed, load_with_corpus
     from node.local_training import held_out_batches
     from swarm.evaluate import honest_ce
 
     composed, corpus = load_with_corpus(model, data, without, options)
+    composed = composed_as(composed, composition)
+    changed = data_changed(model, data, corpus)
     batches = held_out_batches(corpus, split, composed.run.model.context, limit_bytes)
-    facts = evaluation_facts(honest_ce(composed, batches), split, corpus)
+    facts = evaluation_facts(honest_ce(composed, batches), split, corpus, composed.composition)
+    facts["data_changed"] = changed
     (print_json if as_json else print_evaluation)(facts)
 
 
@@ -180,6 +198,7 @@ def evaluate(
 @without_option
 @_compute_options
 @json_option
+@memory_errors_told()
 def probe(
     model: Path,
     data: str | None,
@@ -192,11 +211,16 @@ def probe(
 
     Teacher-forced, z is made from the byte to be predicted, as in training. A block whose
     teacher-forced CE is far below its honest CE reads its target out of z and has learnt little.
+    The limit is that of runs by default, whatever --leak-limit this run had; a stricter one counts.
     """
-    from node.local_jobs import load_with_corpus, probe_blocks
+    from node.local_jobs import data_changed, load_with_corpus, probe_blocks
+    from node.model_folder import read_manifest, trained_sigmas
 
     composed, corpus = load_with_corpus(model, data, without, options)
-    facts = probe_blocks(composed, corpus, limit_bytes)
+    changed = data_changed(model, data, corpus)
+    sigmas = trained_sigmas(read_manifest(model), composed.run)
+    facts = probe_blocks(composed, corpus, limit_bytes, sigmas)
+    facts["data_changed"] = changed
     (print_json if as_json else print_probe)(facts)
 
 
@@ -220,7 +244,11 @@ def probe(
 @without_option
 @_compute_options
 @json_option
+@click.pass_context
+@memory_errors_told()
 def generate(
+    ctx: click.Context,
+    /,
     model: Path,
     prompt: str,
     length: int,
@@ -240,8 +268,8 @@ def generate(
 
     MODEL is a model folder, as `train` and `assemble` write it. ADDRESS is that of any peer of a
     run whose hosts serve it; the options from --mode to --scores are for the latter. A folder
-    knows one mode besides byte after byte: --mode denoise writes all bytes at once, if the model
-    was trained with --denoise-share.
+    knows one mode besides byte after byte (autoregressive): --mode denoise writes all bytes at
+    once, if the model was trained with --denoise-share.
 
     The model writes bytes. Into a pipe they go as they are; on a terminal those that are not
     UTF-8 text are shown as a replacement character.
@@ -256,12 +284,28 @@ def generate(
         options["without"] = without
         generate_from_swarm(str(model), prompt, length, sampling, as_json, options)
         return
+    _refuse_options_for_hosts(ctx, options["mode"])
     composed = load_composed(model, without, options)
     joint = options["mode"] == "denoise"
     out = None if as_json else ByteWriter()
     facts = write_text(composed, prompt, length, sampling, out, joint)
     if as_json:
         print_json(facts)
+
+
+def _refuse_options_for_hosts(ctx: click.Context, mode: str) -> None:
+    """What only hosts that serve know of was typed for nothing beside a folder."""
+
+    def typed(name: str) -> bool:
+        return ctx.get_parameter_source(name) is ParameterSource.COMMANDLINE
+
+    hint = "leave it out, or give the ADDRESS of a run whose hosts serve it"
+    for name in ("drafts", "draft_length", "scores"):
+        if typed(name):
+            flag = "--" + name.replace("_", "-")
+            raise UsageError(f"{flag} is for hosts that serve, not for a model folder", hint)
+    if typed("mode") and mode not in FOLDER_MODES:
+        raise UsageError(f"--mode {mode} is for hosts that serve, not for a model folder", hint)
 
 
 local_commands = (train, evaluate, generate, probe)

@@ -107,6 +107,11 @@ def load_corpus(
     raise DataError(f"{spec} is neither a file nor a folder", "give a text file or a folder")
 
 
+def lasting_spec(spec: str) -> str:
+    """The same text, named from whichever folder one asks: a path becomes absolute."""
+    return spec if spec in NAMED else str(Path(spec).expanduser().absolute())
+
+
 def _no_such(spec: str, error: Exception) -> DataError:
     if isinstance(error, PermissionError):
         return _unreadable(spec, error)

@@ -1,21 +1,24 @@
 """What the local commands do: train or resume, load, probe, write. Facts out, no text.
 
 Decides what a folder may be used for and which options a resumed run may be given. The options'
-names and help are `node.cli_local`'s, the words for results `node.cli_report`'s.
+names and help are `node.cli_local`'s, the words for results `node.cli_report`'s and
+`node.local_report`'s.
 """
 
 from __future__ import annotations
 
 import os
 import shlex
-from collections.abc import Mapping
+from collections.abc import Mapping, Sequence
+from dataclasses import replace
 from pathlib import Path
 from typing import Any
 
 from node.atomic import StorageError, hold_folder
 from node.cli_report import Facts, evaluation_facts, plan_line
-from node.data import Corpus, load_corpus
+from node.data import Corpus, lasting_spec, load_corpus
 from node.device import choose_device, make_deterministic
+from node.local_memory import refuse_too_large
 from node.local_training import (
     LocalTraining,
     cut_off_run,
@@ -24,15 +27,16 @@ from node.local_training import (
     held_out_batches,
 )
 from node.memory import keep_freed_memory
-from node.model_folder import data_spec, has_model, load_model, read_manifest
+from node.model_folder import data_sha256, data_spec, has_model, load_model, read_manifest
 from node.terminal import ByteWriter, DownloadDisplay, TrainingDisplay, say, stop_on_signals
 from protocol.errors import DataError, UsageError
 from swarm import denoise
 from swarm.composition import ComposedModel
 from swarm.evaluate import honest_ce, teacher_forced_ce
 from swarm.generate import Sampling, generate
-from swarm.noise import block_interval
-from swarm.run import ModelShape, Noise, Run, Training
+from swarm.noise import Interval
+from swarm.objective import DenoisingObjective
+from swarm.run import Composition, ModelShape, Noise, Run, Training
 
 RUN_OPTIONS = {
     "blocks": ("model", "blocks"),
@@ -65,20 +69,29 @@ def train_blocks(out: Path, options: Mapping[str, Any], given: set[str]) -> Fact
         run, threads = cut_off.run, threads or cut_off.threads
         data = data if "data" in given else cut_off.data_spec
         _refuse_other_run(run, options, given)
+        if threads != cut_off.threads:
+            say(
+                f"going on with {threads} threads instead of {cut_off.threads}: the weights will "
+                "differ from those of a run in one go in their last bits"
+            )
     else:
         run = _run_of(options)
         _refuse_used_folder(out, options["overwrite"])
     make_deterministic(threads)
+    refuse_too_large(run, device)
     keep_freed_memory()
-    training = LocalTraining(run, _corpus(data), data, out, device)
+    corpus = _corpus(data)
+    training = LocalTraining(run, corpus, lasting_spec(data), out, device)
     with hold_folder(out):
         if resume:
-            training.load_checkpoint()
+            again = options["evaluate_bytes"] if "evaluate_bytes" in given else None
+            training.load_checkpoint(again)
         else:
             discard_checkpoint(out)
         say(plan_line(run, training.corpus, device.type, training.swarm.steps_done))
         try:
             with stop_on_signals() as stop, TrainingDisplay() as display:
+                _show_start(display, training)
                 finished = training.train(
                     display, stop, options["save_every"], options["evaluate_bytes"]
                 )
@@ -99,32 +112,68 @@ def train_blocks(out: Path, options: Mapping[str, Any], given: set[str]) -> Fact
     }
 
 
+def _show_start(display: TrainingDisplay, training: LocalTraining) -> None:
+    """A bar before its first step: the weights that it starts from are measured first."""
+    if display.bar is not None and display.task is not None:
+        done, steps = training.swarm.steps_done, training.run.training.steps
+        state = "measuring the start" if training.before is None else ""
+        display.bar.update(display.task, completed=done, total=steps, state=state)
+
+
 def _resume(out: Path) -> str:
     return f"blockswarm train --resume -o {shlex.quote(str(out))}"
 
 
-def probe_blocks(composed: ComposedModel, corpus: Corpus, limit_bytes: int) -> Facts:
+def probe_blocks(
+    composed: ComposedModel, corpus: Corpus, limit_bytes: int, sigmas: Sequence[Interval]
+) -> Facts:
+    """A run may be allowed any leak, to study it; whether a block reads its target is judged by
+    the limit that runs have by default, or by the run's own if that is stricter."""
     run = composed.run
     batches = held_out_batches(corpus, "test", run.model.context, limit_bytes)
     rows: list[Facts] = []
     for index, honest in enumerate(honest_ce(composed, batches).block_ce_nats):
         if honest is None:
             continue
-        forced = teacher_forced_ce(composed, batches, index)
-        interval = block_interval(run.noise, run.model.blocks, index)
+        kind = run.training.objective
+        objective = DenoisingObjective(kind, run.noise, sigmas[index], composed.targets)
+        forced = teacher_forced_ce(composed, batches, index, objective)
         rows.append(
             {
                 "block": index,
-                "sigma_low": interval.low,
-                "sigma_high": interval.high,
+                "sigma_low": sigmas[index].low,
+                "sigma_high": sigmas[index].high,
                 "teacher_forced_ce_nats": forced,
                 "honest_ce_nats": honest,
                 "leak_nats": honest - forced,
             }
         )
-    limit = run.noise.leak_limit_nats
-    leaking = [row["block"] for row in rows if row["leak_nats"] > limit]
-    return {"rows": rows, "leak_limit_nats": limit, "leaking_blocks": leaking}
+    limit = min(Noise.leak_limit_nats, run.noise.leak_limit_nats)
+    return {
+        "rows": rows,
+        "leak_limit_nats": limit,
+        "run_leak_limit_nats": run.noise.leak_limit_nats,
+        "leaking_blocks": [row["block"] for row in rows if row["leak_nats"] > limit],
+    }
+
+
+def composed_as(model: ComposedModel, composition: Composition | None) -> ComposedModel:
+    """The same blocks under another composition, where they can have it."""
+    if composition is None or composition == model.composition:
+        return model
+    if composition == "embedding":
+        shape, objective = model.run.model, model.run.training.objective
+        if shape.relays:
+            raise UsageError(
+                f"the embedding composition is for independent blocks; these are {shape.coupling}",
+                "--composition logit, or a model trained with --coupling independent",
+            )
+        if objective == "plain":
+            raise UsageError(
+                "the embedding composition hands z on, and plain blocks have none",
+                "--composition logit, or a model trained with --objective bayes",
+            )
+    return replace(model, composition=composition)
 
 
 def write_text(
@@ -222,3 +271,22 @@ def load_with_corpus(
             f"the text that {model} was trained on cannot be had: {error.message}",
             "give a text with --data",
         ) from error
+
+
+def data_changed(model: Path, data: str | None, corpus: Corpus) -> bool | None:
+    """Whether the text of this name is another one than in training; said if it is.
+
+    Its splits are cut anew, so that what is held out now may have been trained on. None if it
+    cannot be known: a text of another name, or a manifest that does not tell.
+    """
+    manifest = read_manifest(model)
+    spec, sha256 = data_spec(manifest), data_sha256(manifest)
+    if sha256 is None or (data is not None and lasting_spec(data) != lasting_spec(spec)):
+        return None
+    if corpus.sha256 == sha256:
+        return False
+    say(
+        f"warning: {corpus.name} has changed since the training of {model} (its sha256 differs): "
+        "bytes held out now may have been trained on"
+    )
+    return True

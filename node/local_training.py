@@ -56,7 +56,7 @@ def held_out_batches(
 
 
 def check_leak(run: Run, corpus: Corpus) -> float:
-    """Refuse a run whose lowest sigma shows the block its target; the leak in nats otherwise."""
+    """Refuse a run whose sigmas show the block its target; the leak in nats otherwise."""
     if run.training.objective == "plain":
         return 0.0
     counts = torch.from_numpy(corpus.train[: 1 << 24].copy()).long().bincount(minlength=256)
@@ -73,7 +73,7 @@ class LocalTraining:
         self.leak_nats = check_leak(run, corpus)
         self.run, self.corpus, self.data_spec = run, corpus, data_spec
         self.folder, self.device = folder, device
-        self.swarm = LocalSwarm(run, device, autocast_dtype(device))
+        self.swarm = LocalSwarm(run, device, autocast_dtype(device, run.model.width))
         self.before: Evaluation | None = None
         self.seconds = 0.0  # of training, earlier sittings of a resumed run included
         self.stream = WindowStream(
@@ -113,7 +113,7 @@ class LocalTraining:
             if self.seconds - saved_s > save_every_s:
                 self.save_checkpoint()
                 saved_s = clock.seconds()
-        return self._finish(before, evaluate_bytes)
+        return self._finish(before)
 
     def _step(self) -> float:
         step = self.swarm.steps_done
@@ -144,10 +144,11 @@ class LocalTraining:
         left_s = (total - done) / steps_per_s
         return Progress(done, total, loss_nats, steps_per_s * size_bytes, left_s, ce)
 
-    def _finish(self, before: Evaluation, limit_bytes: int) -> Finished:
+    def _finish(self, before: Evaluation) -> Finished:
+        """The CE after is of the same bytes as the CE before, whoever resumed with what."""
         fit = torch.cat(self._held_out("valid", FIT_BYTES)).to(self.device)
         model = fit_composition(self._model(), fit[:, :-1], fit[:, 1:], SPARE_NATS)
-        after = self._evaluate("test", limit_bytes, model)
+        after = self._evaluate("test", before.size_bytes, model)
         newest = self.swarm.versions.newest + 1
         staggered = self.run.model.relays and self.run.training.staggered
         versions = composed_versions(self.run.model.blocks, newest, staggered)
@@ -173,6 +174,7 @@ class LocalTraining:
             "data": {"spec": self.data_spec, "source": self.corpus.source, **self._corpus_id()},
             "trained_bytes_per_block": training.steps * training.batch * shape.context,
             "leak_nats": self.leak_nats,
+            "sigmas": [[sigma.low, sigma.high] for sigma in self.swarm.intervals()],
             "evaluation": {
                 "split": "test",
                 "size_bytes": after.size_bytes,
@@ -203,7 +205,8 @@ class LocalTraining:
         }
         write_tensors(self.folder / CHECKPOINT, tensors, facts)
 
-    def load_checkpoint(self) -> None:
+    def load_checkpoint(self, evaluate_bytes: int | None = None) -> None:
+        """Go on where it was cut off. With `evaluate_bytes` the CE before is of so many bytes."""
         facts, tensors = _read_checkpoint(self.folder)
         if facts["corpus"] != self._corpus_id():
             raise UsageError(
@@ -216,7 +219,16 @@ class LocalTraining:
             self.before = Evaluation(float(facts["ce_before_nats"]), (), before_bytes)
         except (TypeError, ValueError, OverflowError) as error:
             raise _damaged(self.folder / CHECKPOINT, error) from error
+        if evaluate_bytes is not None:
+            self._measure_before(evaluate_bytes)
         self.swarm.load_state(tensors, facts["numbers"])
+
+    def _measure_before(self, evaluate_bytes: int) -> None:
+        """Again if it was of another number of bytes. The weights are still those of the start."""
+        assert self.before is not None and self.swarm.steps_done == 0
+        windows = self._held_out("test", evaluate_bytes)
+        if sum(each[:, 1:].numel() for each in windows) != self.before.size_bytes:
+            self.before = honest_ce(self._model(), windows)
 
 
 class _Clock:

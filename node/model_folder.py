@@ -27,6 +27,7 @@ from protocol.errors import ModelError, UsageError
 from protocol.version import PACKAGE_VERSION
 from swarm.composition import ComposedModel
 from swarm.model import Block, block_of
+from swarm.noise import Interval, block_interval
 from swarm.run import Composition, Run
 
 FORMAT = "blockswarm-model"
@@ -73,7 +74,7 @@ def save_model(
     text = json.dumps(manifest, indent=1, allow_nan=False) + "\n"
     write_together(
         {
-            folder / WEIGHTS: lambda half: save_file(tensors, half),
+            folder / WEIGHTS: lambda half: _write_weights(half, tensors),
             folder / MANIFEST: lambda half: _write_text(half, text),
         }
     )
@@ -91,6 +92,11 @@ def load_model(
                 f"{folder} has no block {index} to leave out",
                 f"its blocks are 0 to {run.model.blocks - 1}",
             )
+    _refuse_lost_entries(folder, manifest, run, set(digests) | leave_out)
+    if not set(digests) - leave_out:
+        raise UsageError(
+            f"every block of {folder} is left out", "let at least one in: fewer of --without"
+        )
     tensors = _read_tensors(folder)
     blocks: list[Block | None] = []
     for index in range(run.model.blocks):
@@ -112,6 +118,21 @@ def _described_blocks(folder: Path, manifest: Mapping[str, Any]) -> tuple[Run, d
     except UsageError as error:
         raise ModelError(f"{folder / MANIFEST}: {error.message}", _HINT) from error
     return run, digests
+
+
+def _refuse_lost_entries(
+    folder: Path, manifest: Mapping[str, Any], run: Run, accounted: set[int]
+) -> None:
+    """A block without an entry was left out by whoever assembled the model, or it was lost."""
+    assembly = manifest.get("assembly")
+    missing = assembly.get("missing") if isinstance(assembly, dict) else None
+    known = missing if isinstance(missing, list) else []
+    for index in range(run.model.blocks):
+        if index not in accounted and index not in known:
+            raise ModelError(
+                f"block {index} is missing from {folder / MANIFEST}",
+                f"{_HINT}; or leave it out with --without {index}",
+            )
 
 
 def _composed(
@@ -164,6 +185,28 @@ def read_manifest(folder: Path) -> dict[str, Any]:
 
 def has_model(folder: Path) -> bool:
     return (folder / MANIFEST).exists()
+
+
+def data_sha256(manifest: Mapping[str, Any]) -> str | None:
+    """The text that the model was trained on, or judged by; None if the manifest does not say."""
+    data = manifest.get("data")
+    found = data.get("sha256") if isinstance(data, dict) else None
+    return found if isinstance(found, str) else None
+
+
+def trained_sigmas(manifest: Mapping[str, Any], run: Run) -> list[Interval]:
+    """The sigmas that each block trained on last: the run's, unless they adapted to a leak."""
+    blocks = run.model.blocks
+    given = manifest.get("sigmas")
+    if given is None:
+        return [block_interval(run.noise, blocks, block) for block in range(blocks)]
+    try:
+        found = [Interval(float(low), float(high)) for low, high in given]
+        if len(found) != blocks or not all(0 < i.low < i.high < math.inf for i in found):
+            raise ValueError
+    except (TypeError, ValueError, OverflowError) as error:
+        raise ModelError(f"the {MANIFEST} has bad sigmas", _HINT) from error
+    return found
 
 
 def data_spec(manifest: Mapping[str, Any]) -> str:
@@ -235,6 +278,14 @@ def _check_tensors(run: Run, index: int, state: Mapping[str, Tensor]) -> None:
     for name in state:
         if name not in wanted:
             raise ModelError(f"block {index} has an unknown tensor {name}", _HINT)
+
+
+def _write_weights(path: Path, tensors: dict[str, Tensor]) -> None:
+    """With the rights that any new file has: safetensors makes one that others cannot read."""
+    path.touch()
+    mode = path.stat().st_mode & 0o777
+    save_file(tensors, path)
+    path.chmod(mode)
 
 
 def _write_text(path: Path, text: str) -> None:

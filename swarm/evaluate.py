@@ -29,11 +29,27 @@ class Evaluation:
 
     @property
     def bits_per_byte(self) -> float:
-        return self.ce_nats / math.log(2)
+        return _bits(self.ce_nats)
 
     @property
     def perplexity(self) -> float:
-        return math.exp(self.ce_nats) if self.ce_nats < 700.0 else math.inf
+        return _perplexity(self.ce_nats)
+
+    @property
+    def block_bits_per_byte(self) -> tuple[float | None, ...]:
+        return tuple(None if ce is None else _bits(ce) for ce in self.block_ce_nats)
+
+    @property
+    def block_perplexity(self) -> tuple[float | None, ...]:
+        return tuple(None if ce is None else _perplexity(ce) for ce in self.block_ce_nats)
+
+
+def _bits(ce_nats: float) -> float:
+    return ce_nats / math.log(2)
+
+
+def _perplexity(ce_nats: float) -> float:
+    return math.exp(ce_nats) if ce_nats < 700.0 else math.inf
 
 
 def nll_sum(log_probs: Tensor, y: Tensor) -> float:

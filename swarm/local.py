@@ -95,16 +95,29 @@ class LocalSwarm:
         return losses
 
     def adapt_sigmas(self, held_out: Sequence[Tensor]) -> None:
-        """Raise the lowest sigma of every block that reads its target more than the run allows."""
+        """Raise the sigmas of every block that reads its target more than the run allows."""
         model = ComposedModel(self.run, self.composed_blocks())
         honest = honest_ce(model, held_out).block_ce_nats
         for worker in self.workers:
             forced = teacher_forced_ce(model, held_out, worker.index, worker.objective)
             own = honest[worker.index]
             assert own is not None
-            worker.objective.interval = adapt_interval(
-                worker.objective.interval, own - forced, self.run.noise.leak_limit_nats
+            noise, now = self.run.noise, worker.objective.interval
+            self._set_interval(
+                worker.index,
+                adapt_interval(now, own - forced, noise.leak_limit_nats, noise.sigma_max),
             )
+
+    def intervals(self) -> list[Interval]:
+        """The sigmas that each block trains on now."""
+        return [worker.objective.interval for worker in self.workers]
+
+    def _set_interval(self, block: int, interval: Interval) -> None:
+        """For the block's worker, and for the one that looks ahead to it."""
+        self.workers[block].objective.interval = interval
+        before = self.workers[block - 1].ahead if block else None
+        if before is not None:
+            before.interval = interval
 
     def composed_blocks(self, staggered: bool | None = None) -> list[Block]:
         """The blocks of the assembled model: the last one live, the others as it read them."""
@@ -138,7 +151,7 @@ class LocalSwarm:
             "steps_done": self.steps_done,
             "newest": self.versions.newest,
             "round_ends_at": self.round_ends_at,
-            "sigmas": [astuple(worker.objective.interval) for worker in self.workers],
+            "sigmas": [astuple(interval) for interval in self.intervals()],
         }
 
     def load_state(self, tensors: Mapping[str, Tensor], numbers: Mapping[str, Any]) -> None:
@@ -148,7 +161,8 @@ class LocalSwarm:
                 worker.block.load_state_dict(_take(tensors, f"block.{worker.index}"))
                 worker.optimizer.load(_take(tensors, f"optimizer.{worker.index}"))
                 worker.steps_done = numbers["steps_done"]
-                worker.objective.interval = Interval(*map(float, numbers["sigmas"][worker.index]))
+                sigmas = Interval(*map(float, numbers["sigmas"][worker.index]))
+                self._set_interval(worker.index, sigmas)
             self.steps_done, self.versions.newest = numbers["steps_done"], numbers["newest"]
             self.round_ends_at = numbers["round_ends_at"]
             held = sorted({int(k.split(".")[1]) for k in tensors if k.startswith("version.")})

@@ -141,7 +141,7 @@ def test_eval(cli: Cli, trained: tuple[Path, Any], text: Path) -> None:
     assert cli("eval", folder, "--split", "valid", "--data", text).out.count("nats per byte") == 3
     assert "left out" in cli("eval", folder, "--without", 0).out
     refused(cli("eval", folder, "--without", 2), "no block 2", "0 to 1")
-    refused(cli("eval", folder, "--without", 0, "--without", 1), "no block at all")
+    refused(cli("eval", folder, "--without", 0, "--without", 1), "every block", "--without")
 
 
 def test_probe(cli: Cli, trained: tuple[Path, Any]) -> None:

@@ -16,7 +16,7 @@ from hypothesis import given, settings
 from hypothesis import strategies as st
 
 from node import data, download
-from node.data import Corpus, benchmark_corpus, load_corpus
+from node.data import NAMED, Corpus, benchmark_corpus, lasting_spec, load_corpus
 from protocol.errors import DataError
 
 LINES = b"".join(b"line %d of some text\n" % number for number in range(2000))
@@ -32,6 +32,19 @@ def test_import_is_light() -> None:
         [sys.executable, "-c", code], capture_output=True, text=True, check=True, cwd=os.getcwd()
     )
     assert result.stdout.split() == ["False", "False"]
+
+
+def test_a_path_lasts_and_a_name_stays(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    (tmp_path / "below").mkdir()
+    (tmp_path / "text.txt").write_bytes(LINES)
+    monkeypatch.chdir(tmp_path)
+    monkeypatch.setenv("HOME", str(tmp_path))
+    named = [lasting_spec(spec) for spec in ("text.txt", "./text.txt", "~/text.txt")]
+    assert named == [str(tmp_path / "text.txt")] * 3
+    assert lasting_spec("./python") == str(tmp_path / "python")
+    assert [lasting_spec(name) for name in NAMED] == list(NAMED)
+    monkeypatch.chdir("below")
+    assert load_corpus(named[0]).size_bytes == len(LINES) and lasting_spec(named[0]) == named[0]
 
 
 # The named corpora.

@@ -9,10 +9,12 @@ from dataclasses import replace
 from pathlib import Path
 from typing import Any
 
+import numpy as np
 import pytest
 import torch
 from safetensors.torch import load_file, save_file
 
+import node.local_training
 import node.tensor_file
 from node.atomic import StorageError
 from node.data import Corpus, load_corpus
@@ -21,6 +23,7 @@ from node.model_folder import load_model, read_manifest
 from node.progress import Progress
 from protocol.errors import LeakError, ModelError, UsageError
 from swarm.evaluate import Evaluation
+from swarm.local import LocalSwarm
 from swarm.run import ModelShape, Noise, Run, Training
 
 CPU = torch.device("cpu")
@@ -43,12 +46,13 @@ def train(
     folder: Path,
     stop: Callable[[], bool] = lambda: False,
     resume: bool = False,
+    evaluate_bytes: int = 64,
 ) -> list[Progress]:
     training = LocalTraining(run, corpus, "text.txt", folder, CPU)
     if resume:
         training.load_checkpoint()
     seen: list[Progress] = []
-    training.train(seen.append, stop, evaluate_bytes=64)
+    training.train(seen.append, stop, evaluate_bytes=evaluate_bytes)
     return seen
 
 
@@ -81,6 +85,93 @@ def test_stopped_and_resumed_equals_uninterrupted(
     assert not (part / CHECKPOINT).exists()
     figures = [read_manifest(f)["evaluation"] for f in (part, tmp_path / "whole")]
     assert figures[0] == figures[1]
+
+
+def test_a_resumed_run_measures_the_same_bytes(corpus: Corpus, tmp_path: Path) -> None:
+    train(RUN, corpus, tmp_path / "whole", evaluate_bytes=64)
+    train(RUN, corpus, tmp_path / "m", stop_after(5), evaluate_bytes=64)
+    train(RUN, corpus, tmp_path / "m", resume=True, evaluate_bytes=400)
+    figures = [read_manifest(tmp_path / name)["evaluation"] for name in ("m", "whole")]
+    assert figures[0] == figures[1] and figures[0]["size_bytes"] == 64
+
+
+def test_a_resumed_run_may_measure_more_bytes_before_and_after(
+    corpus: Corpus, tmp_path: Path
+) -> None:
+    train(RUN, corpus, tmp_path / "whole", evaluate_bytes=400)
+    train(RUN, corpus, tmp_path / "m", stop_after(5), evaluate_bytes=64)
+    training = LocalTraining(RUN, corpus, "text.txt", tmp_path / "m", CPU)
+    training.load_checkpoint(evaluate_bytes=400)
+    finished = training.train(lambda _: None, lambda: False)
+    assert finished is not None and finished.before.size_bytes == finished.after.size_bytes == 400
+    figures = [read_manifest(tmp_path / name)["evaluation"] for name in ("m", "whole")]
+    assert figures[0] == figures[1]
+
+
+SPLIT_LETTERS = {"train": b"abcdefgh", "valid": b"ijklmnop", "test": b"qrstuvwx"}
+
+
+@pytest.fixture
+def lettered() -> Corpus:
+    """A text that tells of every byte which split it is from."""
+    generator = np.random.default_rng(0)
+    splits = {
+        name: generator.choice(np.frombuffer(letters, dtype=np.uint8), 3000)
+        for name, letters in SPLIT_LETTERS.items()
+    }
+    return Corpus("lettered", "made up", "0" * 64, **splits)
+
+
+def only_from(split: str, *windows: torch.Tensor) -> bool:
+    return all(set(each.flatten().tolist()) <= set(SPLIT_LETTERS[split]) for each in windows)
+
+
+@pytest.mark.parametrize("adaptive", [False, True])
+def test_each_split_is_used_for_its_own_purpose(
+    lettered: Corpus, tmp_path: Path, monkeypatch: pytest.MonkeyPatch, adaptive: bool
+) -> None:
+    """Trained on train; fitted, watched and adapted on valid; reported on test."""
+    used: dict[str, list[torch.Tensor]] = {"steps": [], "fit": [], "sigmas": [], "ce": []}
+    step, adapt = LocalSwarm.step, LocalSwarm.adapt_sigmas
+    fit, ce = node.local_training.fit_composition, node.local_training.honest_ce
+
+    def stepped(self: LocalSwarm, x: torch.Tensor, y: torch.Tensor) -> Any:
+        used["steps"] += [x, y]
+        return step(self, x, y)
+
+    def adapted(self: LocalSwarm, held_out: list[torch.Tensor]) -> None:
+        used["sigmas"] += held_out
+        adapt(self, held_out)
+
+    def fitted(model: Any, inputs: torch.Tensor, targets: torch.Tensor, *spare: float) -> Any:
+        used["fit"] += [inputs, targets]
+        return fit(model, inputs, targets, *spare)
+
+    def measured(model: Any, windows: list[torch.Tensor]) -> Evaluation:
+        used["ce"] += windows[:1]
+        return ce(model, windows)
+
+    monkeypatch.setattr(LocalSwarm, "step", stepped)
+    monkeypatch.setattr(LocalSwarm, "adapt_sigmas", adapted)
+    monkeypatch.setattr(node.local_training, "fit_composition", fitted)
+    monkeypatch.setattr(node.local_training, "honest_ce", measured)
+    train(replace(RUN, noise=Noise(adaptive=adaptive)), lettered, tmp_path / "m")
+    assert len(used["steps"]) == 2 * RUN.training.steps
+    assert only_from("train", *used["steps"])
+    assert len(used["fit"]) == 2 and only_from("valid", *used["fit"])
+    assert bool(used["sigmas"]) == adaptive and only_from("valid", *used["sigmas"])
+    before, *glances, after = used["ce"]
+    assert only_from("test", before, after)
+    assert glances and only_from("valid", *glances)
+
+
+def test_the_seed_decides_which_windows_are_drawn(lettered: Corpus, tmp_path: Path) -> None:
+    def drawn(seed: int) -> list[bytes]:
+        training = LocalTraining(replace(RUN, seed=seed), lettered, "x", tmp_path / "m", CPU)
+        return [training.stream.batch_at(step).tobytes() for step in range(5)]
+
+    assert drawn(1) == drawn(1)
+    assert not set(drawn(1)) & set(drawn(2))
 
 
 def test_seed_decides_the_weights(corpus: Corpus, tmp_path: Path) -> None:

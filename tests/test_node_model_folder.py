@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import json
+import os
 from collections.abc import Callable
 from pathlib import Path
 from typing import Any
@@ -11,7 +12,14 @@ import pytest
 import torch
 from safetensors.torch import load_file, save_file
 
-from node.model_folder import data_spec, load_model, read_manifest, save_model, weights_digest
+from node.model_folder import (
+    data_sha256,
+    data_spec,
+    load_model,
+    read_manifest,
+    save_model,
+    weights_digest,
+)
 from protocol.errors import ModelError, UsageError
 from swarm.composition import ComposedModel
 from swarm.run import ModelShape, Run
@@ -69,8 +77,40 @@ def test_blocks_can_be_left_out(folder: Path) -> None:
     assert model.blocks[1] is None
     with pytest.raises(UsageError, match="no block 3"):
         load_model(folder, CPU, frozenset({3}))
-    with pytest.raises(ModelError, match="no block at all"):
+    with pytest.raises(UsageError, match=r"every block of .* is left out") as left_out:
         load_model(folder, CPU, frozenset({0, 1, 2}))
+    assert "--without" in left_out.value.hint
+
+
+def test_a_lost_entry_is_refused_by_its_number(folder: Path) -> None:
+    edit_manifest(folder, lambda m: m["blocks"].pop(1))
+    for missing in (None, [], [0, 2], "1", [[1]], {"1": 1}):  # whatever a manifest may hold
+        edit_manifest(folder, lambda m, said=missing: m.update(assembly={"missing": said}))
+        with pytest.raises(ModelError, match=r"block 1 is missing from .*manifest\.json") as caught:
+            load_model(folder, CPU)
+        assert "--without 1" in caught.value.hint
+    assert load_model(folder, CPU, frozenset({1}))[0].blocks[1] is None
+
+
+def test_a_model_assembled_without_a_block_loads(folder: Path) -> None:
+    model = load_model(folder, CPU)[0].without(1)
+    save_model(folder, model, [1, None, 3], {"assembly": {"missing": [1]}})
+    assert [block is None for block in load_model(folder, CPU)[0].blocks] == [False, True, False]
+    with pytest.raises(UsageError, match="is left out"):
+        load_model(folder, CPU, frozenset({0, 2}))
+
+
+@pytest.mark.parametrize(("mask", "mode"), [(0o022, 0o644), (0o077, 0o600), (0o002, 0o664)])
+def test_both_files_have_the_rights_of_any_new_file(tmp_path: Path, mask: int, mode: int) -> None:
+    before = os.umask(mask)
+    try:
+        save_model(
+            tmp_path, ComposedModel(RUN, [initial_block(RUN, b) for b in range(3)]), [0] * 3, {}
+        )
+    finally:
+        os.umask(before)
+    modes = {path.name: path.stat().st_mode & 0o777 for path in tmp_path.iterdir()}
+    assert modes == {"model.safetensors": mode, "manifest.json": mode}
 
 
 NAME = "block.2.layers.0.up.weight"
@@ -154,5 +194,6 @@ def test_missing_files(folder: Path) -> None:
 
 
 def test_a_strange_data_field_is_no_harm() -> None:
-    for data in (None, [], "x", {"spec": 3}, {}):
+    for data in (None, [], "x", {"spec": 3, "sha256": 3}, {}):
         assert data_spec({"data": data}) == "python"
+        assert data_sha256({"data": data}) is None

@@ -28,6 +28,12 @@ def test_bits_per_byte_and_perplexity() -> None:
     assert Evaluation(5000.0, (), 1).perplexity == math.inf  # a model that diverged
 
 
+def test_every_block_has_bits_and_perplexity_of_its_own() -> None:
+    found = Evaluation(1.0, (math.log(4), None, 5000.0), 10)
+    assert found.block_bits_per_byte[:2] == (pytest.approx(2.0), None)
+    assert found.block_perplexity == (pytest.approx(4.0), None, math.inf)
+
+
 def test_nll_sum() -> None:
     log_probs = torch.tensor([[[0.5, 0.5], [0.25, 0.75]]]).log()
     assert nll_sum(log_probs, torch.tensor([[0, 1]])) == pytest.approx(-math.log(0.5 * 0.75))

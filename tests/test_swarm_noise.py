@@ -5,6 +5,7 @@ from __future__ import annotations
 import itertools
 import math
 import re
+from dataclasses import replace
 
 import numpy as np
 import pytest
@@ -259,12 +260,16 @@ def test_the_default_range_passes_for_text() -> None:
 
 def test_adapt_leaves_a_block_within_its_limit_alone() -> None:
     interval = Interval(1.0, 10.0)
-    assert adapt_interval(interval, 0.05, 0.05) is interval
-    assert adapt_interval(interval, -0.01, 0.05) is interval
+    assert adapt_interval(interval, 0.05, 0.05, 10.0) is interval
+    assert adapt_interval(interval, -0.01, 0.05, 10.0) is interval
 
 
 def test_adapt_follows_the_inverse_square() -> None:
-    assert adapt_interval(Interval(1.0, 10.0), 0.2, 0.05) == Interval(pytest.approx(2.0), 10.0)
+    found = adapt_interval(Interval(1.0, 10.0), 0.2, 0.05, 10.0)
+    assert found == Interval(pytest.approx(2.0), 10.0)
+    # A narrow one at low noise moves as a whole: within itself it would find no better place.
+    found = adapt_interval(Interval(1.0, 1.2), 0.2, 0.05, 10.0)
+    assert found == Interval(pytest.approx(2.0), pytest.approx(2.4))
 
 
 @given(
@@ -272,10 +277,24 @@ def test_adapt_follows_the_inverse_square() -> None:
     ratio=st.floats(1.01, 100.0),
     leak=st.floats(0.0, 6.0),
     limit=st.floats(1e-3, 1.0),
+    room=st.floats(1.0, 50.0),
 )
-def test_adapt_never_closes_or_lowers(low: float, ratio: float, leak: float, limit: float) -> None:
-    interval = Interval(low, low * ratio)
+def test_adapt_never_closes_lowers_or_leaves_the_range(
+    low: float, ratio: float, leak: float, limit: float, room: float
+) -> None:
+    interval, sigma_max = Interval(low, low * ratio), low * ratio * room
     for _ in range(5):
-        moved = adapt_interval(interval, leak, limit)
-        assert interval.low <= moved.low < moved.high == interval.high
+        moved = adapt_interval(interval, leak, limit, sigma_max)
+        assert interval.low <= moved.low < moved.high <= sigma_max
+        assert moved.high >= interval.high
         interval = moved
+
+
+def test_a_range_that_adapts_needs_somewhere_to_go() -> None:
+    targets, prior = target_table(0, 128), natural_prior()
+    wide = Noise(sigma_min=0.1, sigma_max=10.0, adaptive=True)
+    assert 0 < refuse_leak(wide, targets, prior) < wide.leak_limit_nats
+    with pytest.raises(LeakError, match=r"sigma_min 0\.1"):
+        refuse_leak(replace(wide, adaptive=False), targets, prior)
+    with pytest.raises(LeakError, match="sigma_max 1 "):
+        refuse_leak(replace(wide, sigma_max=1.0), targets, prior)
