@@ -96,6 +96,11 @@ class PeerBook:
             return (known + met[: len(known)])[:count]
         return (met or [peer for _, peer in ranked])[:count]
 
+    def met(self, count: int) -> list[bytes]:
+        """Who has spoken to us: contributors first, then the latest."""
+        of = self.standings.of
+        return [peer for peer, _ in self.latest(count) if of(peer) > Standing.HEARSAY]
+
     def to_bytes(self) -> bytes:
         """Kept, so that a node whose seed peer is gone for ever still finds the swarm."""
         kept: dict[str, list[list[str]]] = {"heard": [], "met": []}

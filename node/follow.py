@@ -3,10 +3,12 @@
 Holds the block's consensus as of a chosen round and moves it forward by the updates that went into
 each round; only a first or a long-missed copy costs a snapshot. Asks several replicas and believes
 what most of them say of a round; once the copy's own log names contributors, what most of those
-say, as long as one of them answers. Knows nothing of what the copy is used for.
+say, as long as enough of them answer. Knows nothing of what the copy is used for.
 
-Known limit: a first copy has no log to know contributors from. Who makes up most of the donors
-then is believed, and is what the copy calls contributors afterwards.
+Known limits: a first copy has no log to know contributors from. Who makes up most of the donors
+then is believed, and is what the copy calls contributors afterwards. Only who says up to which
+round to move (`to_round`) tells us the time: without it two contributors that stopped long ago hold
+a copy back, since a block that rests looks the same.
 """
 
 from __future__ import annotations
@@ -26,6 +28,7 @@ from protocol.limits import CONTROL_DEADLINE_S
 from protocol.messages import Purpose
 from swarm.fixed_point import to_fixed, to_float, weights_digest
 from swarm.flat import Floats
+from swarm.forks import AWAY
 from swarm.log import ConsensusLog, Entry, genesis
 from swarm.updates import UpdateCodec
 
@@ -137,11 +140,9 @@ class Follower:
         """The entry to move to, and who has it: the newest that most of the witnesses have.
 
         If no newer entry is with most of them: the best supported. A donor that made up rounds of
-        its own is alone with them. Witnesses are the donors that may vote by our own log; without
-        such, all of them.
+        its own is alone with them.
         """
-        voters = self.log.eligible_voters()
-        witnesses = [donor for donor in logs if donor in voters] or list(logs)
+        witnesses = self._witnesses(logs, to_round)
         holders: dict[bytes, list[str]] = {}
         newer: dict[bytes, Entry] = {}
         for donor, remote in logs.items():
@@ -159,3 +160,27 @@ class Follower:
 
         best = max(filter(supported, newer.values()), key=rank, default=None)
         return best, voters_first(holders[best.digest], self.log) if best else []
+
+    def _witnesses(self, logs: dict[str, RemoteLog], to_round: int | None) -> list[str]:
+        """Whose word counts: of the donors those that may vote by our own log, if they are enough.
+
+        Strangers may all be one person with a long log that it made up. But our log may be old,
+        and most of the block another one since: two of those whom it knows speak for it, or half
+        of them, and one that is left of many is a donor like the others.
+        """
+        there = [donor for donor in logs if not self._was_left(donor, logs, to_round)]
+        voters = self.log.eligible_voters()
+        known = [donor for donor in there if donor in voters]
+        enough = len(known) >= 2 or 2 * len(known) >= len(voters)
+        return known if known and enough else there
+
+    def _was_left(self, donor: str, logs: dict[str, RemoteLog], to_round: int | None) -> bool:
+        """Whether a donor stands no further than we do while most of the others went on for long.
+
+        As far as rounds can have gone on: a made-up log may claim any.
+        """
+        if to_round is None or logs[donor].entries[-1].round > self.round:
+            return False
+        others = [log.entries[-1].round for name, log in logs.items() if name != donor]
+        ahead = [number for number in others if min(number, to_round) > self.round + AWAY]
+        return 2 * len(ahead) > len(others)

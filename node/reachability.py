@@ -28,6 +28,7 @@ from protocol.identity import peer_text
 from protocol.messages import DialOutcome
 
 if TYPE_CHECKING:
+    from node.discovery import PeerBook
     from node.network import Network
 
 _log = logging.getLogger(__name__)
@@ -198,8 +199,7 @@ class Reachability:
         own = await network.transport.own_addresses()
         door = await door_of(own, settings.announce, network.daemon.port)
         request = messages.DialBack(run=network.settings.run_id, port=door.port)
-        known = network.discovery.book.trusted(4 * ASKED_AT_MOST)
-        self._rng.shuffle(known)
+        known = self._in_turn(network.discovery.book)
 
         async def ask(peer: bytes) -> messages.DialBackReply:
             wanted = messages.DialBackReply
@@ -209,6 +209,18 @@ class Reachability:
         if verdict.reachable == "unknown" and not beyond_this_network(await network.addresses()):
             return dataclasses.replace(verdict, fixes=(*verdict.fixes, *from_outside(door)))
         return verdict
+
+    def _in_turn(self, book: PeerBook) -> list[bytes]:
+        """Whom to ask: those whose word counts, then whoever else has spoken to us.
+
+        The few contributors of a block may all be busy, or sit in this network: then strangers
+        tell more than nobody.
+        """
+        trusted = book.trusted(4 * ASKED_AT_MOST)
+        others = [peer for peer in book.met(4 * ASKED_AT_MOST) if peer not in trusted]
+        for peers in (trusted, others):
+            self._rng.shuffle(peers)
+        return trusted + others
 
     async def _tell(self, verdict: Verdict) -> None:
         before, self.verdict = self.confirmed, verdict
@@ -226,7 +238,10 @@ class Reachability:
 async def opinions_of(
     peers: Sequence[bytes], ask: Callable[[bytes], Awaitable[messages.DialBackReply]]
 ) -> list[Opinion]:
-    """The answers of some peers; those who are busy or do not answer are passed over."""
+    """The answers of some peers, until enough of them see us from outside.
+
+    Those who are busy or do not answer are passed over.
+    """
     found: list[Opinion] = []
 
     async def one(peer: bytes) -> None:
@@ -236,9 +251,15 @@ async def opinions_of(
 
     for start in range(0, min(len(peers), ASKED_AT_MOST), ASKED):
         await asyncio.gather(*(one(peer) for peer in peers[start : start + ASKED]))
-        if sum(o.outcome != DialOutcome.NOT_TRIED for o in found) >= ASKED:
+        if sum(map(_sees_us_from_outside, found)) >= ASKED:
             break
     return found
+
+
+def _sees_us_from_outside(opinion: Opinion) -> bool:
+    address = _multiaddress(opinion.observed, 1)
+    tried = opinion.outcome != DialOutcome.NOT_TRIED
+    return tried and bool(address) and parse(address).scope is Scope.PUBLIC
 
 
 async def door_of(own: Sequence[str], announced: Sequence[str], listens: int) -> Door:

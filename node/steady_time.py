@@ -42,3 +42,7 @@ class SteadyTime:
         step_s = self.stepped_s
         self._base_s += step_s
         return step_s
+
+    def give_up(self, step_s: float) -> None:
+        """Undo a step that was followed; the wall clock stays as it was set."""
+        self._base_s -= step_s

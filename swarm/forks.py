@@ -14,9 +14,13 @@ Of the heads that count, those that are fresh are compared: within FRESH rounds 
 two equal sides.) The one signed by more peers wins, ties go to the lower digest. We are one of the
 peers.
 
+Two sides that began a block apart are strangers to each other at first. But an update names no
+consensus: each side takes the other's updates into rounds of its own, and one that went in makes
+its sender a contributor. So they know each other after a round or two, and find together.
+
 Known limits: a log of no more than YOUNG entries makes no contributors, so a run's beginning is
-decided by who shows up; two sides that lived apart from the run's beginning for longer take each
-other for strangers and stay apart; whoever has more identities in our log than there are honest
+decided by who shows up; sides that began apart and take no update of each other (left out by the
+rule, excluded, too late) stay apart; whoever has more identities in our log than there are honest
 contributors wins.
 """
 

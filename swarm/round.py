@@ -40,7 +40,7 @@ from collections.abc import Mapping
 from dataclasses import replace
 
 from swarm import actions as act
-from swarm.clock import exchange_opens_s, round_at
+from swarm.clock import MAX_OFFSET_S, exchange_opens_s, round_at
 from swarm.deadline import agreed_s, proposal_s
 from swarm.groups import group_count
 from swarm.round_groups import group_ready, heard_claim
@@ -95,7 +95,8 @@ def next_wakeup_s(state: RoundState, now_s: float) -> float:
 
 def _turn(state: RoundState, now_s: float, out: list[act.Action]) -> RoundState:
     number = round_at(now_s, state.rules.start_s, state.rules.period_s)
-    if number <= state.round:
+    was_set_back = _was_set_back(state, now_s)
+    if number <= state.round and not was_set_back:
         return state
     if number < 0:  # the run has not begun: nothing to exchange, and no round of such a number
         return replace(state, round=number)
@@ -109,6 +110,7 @@ def _turn(state: RoundState, now_s: float, out: list[act.Action]) -> RoundState:
     state = replace(
         state,
         round=number,
+        warm_until=min(state.warm_until, number) if was_set_back else state.warm_until,
         groups=group_count(members),
         stage=opened(state.rules, 0, opens, first),
         own=None,
@@ -131,6 +133,15 @@ def _turn(state: RoundState, now_s: float, out: list[act.Action]) -> RoundState:
     else:
         out.append(announcement(state))
     return state
+
+
+def _was_set_back(state: RoundState, now_s: float) -> bool:
+    """Whether we were in rounds of another time: a step of the clock was followed that was wrong.
+
+    What a correction takes back is waited out: to vote again in a round would be two-faced.
+    """
+    opened_s = exchange_opens_s(state.round, state.rules.start_s, state.rules.period_s)
+    return opened_s - now_s > 2 * MAX_OFFSET_S
 
 
 def announcement(state: RoundState) -> act.Announce:
@@ -204,9 +215,15 @@ def _pulling(state: RoundState) -> frozenset[UpdateRef]:
 def _keep_early(state: RoundState, event: act.Event) -> RoundState:
     """A peer whose clock is a little ahead of ours: hear it when our round opens.
 
-    Of each peer the newest of a kind, so that one who talks much leaves room for the others.
+    Of each peer the newest of a kind, so that one who talks much leaves room for the others. Of its
+    votes the first two that differ: they are what shows that it is two-faced.
     """
+    of_it = tuple(e for e in state.early if _said_by(e) == _said_by(event))
     others = tuple(e for e in state.early if _said_by(e) != _said_by(event))
+    if isinstance(event, act.VoteArrived):
+        if event in of_it or len(of_it) == 2:
+            return state
+        others = state.early
     if len(others) >= MAX_EARLY:
         return state
     return replace(state, early=(*others, event))

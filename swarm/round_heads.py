@@ -47,9 +47,11 @@ def give_up_waiting(state: RoundState, out: list[act.Action]) -> RoundState:
     """Updates of rounds that nobody has decided for long are unsent again.
 
     A voter that agrees to nothing, or lines too slow for any update, could leave every round
-    without a set: what is in flight would grow with each, and never be sent again.
+    without a set: what is in flight would grow with each, and never be sent again. Nor does anybody
+    decide those of a wrong clock, which were never on.
     """
-    late = {ref for ref, number in state.in_flight.items() if number < state.round - IN_FLIGHT}
+    at = state.round
+    late = {ref for ref, number in state.in_flight.items() if not at - IN_FLIGHT <= number <= at}
     out.extend(act.ReturnToFeedback(ref) for ref in sorted(late))
     waiting = {ref: number for ref, number in state.in_flight.items() if ref not in late}
     return replace(state, in_flight=waiting) if late else state

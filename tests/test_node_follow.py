@@ -2,7 +2,7 @@
 
 from __future__ import annotations
 
-from collections.abc import Sequence
+from collections.abc import Mapping, Sequence
 from pathlib import Path
 from typing import Any
 
@@ -10,10 +10,12 @@ import numpy as np
 import pytest
 from chains import CODEC, EVERY, FIRST, RUN, Chain, Donors, identity, run
 
-from node.fetch import FetchError
+from node.fetch import FetchError, RemoteLog
 from node.follow import ASKED_PER_LOOK_UP, Follower, FollowSettings
 from protocol.identity import peer_text
 from protocol.messages import Message, Purpose
+from swarm.forks import AWAY
+from swarm.log import ConsensusLog, Contribution, Entry, genesis
 
 
 @pytest.fixture
@@ -109,6 +111,72 @@ def test_contributors_of_the_log_so_far_outweigh_strangers(chain: Chain) -> None
     donors.down = {me}
     follower._known = ([], 0)
     assert run(follower.advance()) and follower.log.head == poisoned.log.head
+
+
+class Turned:
+    """A copy of a block that three worked on, and the block some rounds later, worked on by others.
+
+    Logs alone: `chosen` says whose the copy would take.
+    """
+
+    OLD, NEW = ("A", "B", "C"), ("D", "E", "F")
+
+    def __init__(self) -> None:
+        self.old = self.grown(ConsensusLog((genesis("run", 0, bytes(32)),)), self.OLD, 40)
+        self.new = self.grown(self.old, self.NEW, AWAY + 4)
+        self.follower = follower_of(Donors(), [])
+        self.follower.log = self.old
+
+    def grown(self, log: ConsensusLog, members: Sequence[str], rounds: int) -> ConsensusLog:
+        for number in range(log.head.round + 1, log.head.round + 1 + rounds):
+            parts = tuple(
+                Contribution(f"{member}{number}".encode().ljust(32), member, 65536)
+                for member in members
+            )
+            entry = Entry(number, log.head.digest, bytes(32), bytes(32), 100, parts)
+            log = log.appended(entry)
+        return log
+
+    def chosen(self, logs: Mapping[str, ConsensusLog], to_round: int | None = None) -> bytes:
+        remote = {name: RemoteLog(log.entries, ()) for name, log in logs.items()}
+        entry, _ = self.follower._choose(remote, to_round)
+        return (entry or self.old.head).digest
+
+
+def test_one_who_is_left_of_many_neither_holds_a_copy_back_nor_leads_it_away() -> None:
+    block = Turned()
+    others = dict.fromkeys(block.NEW, block.new)
+    own_way = block.grown(block.old, ["A"], AWAY + 5)
+    assert block.chosen({"A": block.old, **others}) == block.new.head.digest
+    assert block.chosen({"A": own_way, **others}) == block.new.head.digest
+    # Two of three still speak for it, and what two strangers of three say is nothing.
+    assert block.chosen({"A": block.old, "B": block.old, "D": block.new}) == block.old.head.digest
+    assert (
+        block.chosen(dict.fromkeys("AB", own_way) | dict.fromkeys("DE", block.new))
+        == own_way.head.digest
+    )
+
+
+def test_contributors_that_the_block_left_long_ago_do_not_hold_a_copy_back() -> None:
+    block = Turned()
+    stuck, others = dict.fromkeys("AB", block.old), dict.fromkeys("DE", block.new)
+    now = block.new.head.round
+    assert block.chosen({**stuck, **others}, now) == block.new.head.digest
+    # One that went on with the others is one of them.
+    own_way = block.grown(block.old, ["A"], AWAY + 5)
+    assert block.chosen({"A": block.old, "B": own_way, **others}, now) == block.new.head.digest
+
+
+@pytest.mark.parametrize("behind", [1, AWAY])
+def test_a_long_log_that_strangers_made_up_does_not_make_contributors_look_left(
+    behind: int,
+) -> None:
+    """They claim rounds that were not yet, while the block rests for a few."""
+    block = Turned()
+    resting, made_up = dict.fromkeys("AB", block.old), dict.fromkeys("DEFGH", block.new)
+    now = block.old.head.round + behind
+    assert block.chosen({**resting, **made_up}, now) == block.old.head.digest
+    assert block.chosen({**resting, **made_up}) == block.old.head.digest
 
 
 def test_one_donors_answer_that_breaks_our_code_costs_that_answer(

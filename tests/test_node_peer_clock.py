@@ -12,7 +12,7 @@ from strangers import many, standings_with
 
 from node.discovery import PeerBook
 from node.invitation import CLOCK_LIMIT_S
-from node.peer_clock import PeerClock
+from node.peer_clock import SILENT, PeerClock
 from node.steady_time import SteadyTime
 from protocol import messages
 from protocol.frames import Stalled
@@ -148,6 +148,95 @@ def test_alone_the_wall_clock_is_what_there_is() -> None:
     town.wall_s += 30.0
     run(clock.sample())
     assert clock.now_s() == town.wall_s
+
+
+@pytest.mark.parametrize("step_s", [-100.0, 100.0, 3600.0])
+def test_a_step_is_not_followed_because_the_network_is_away_for_a_moment(step_s: float) -> None:
+    town = Town(many(3))
+    clock = clock_in(town)
+    run(clock.sample())
+    there = dict(town.offsets)
+    town.offsets.clear()
+    town.wall_s += step_s
+    for _ in range(SILENT - 1):
+        run(clock.sample())
+        assert clock.now_s() == town.true_s
+    town.offsets.update(there)
+    run(clock.sample())
+    assert clock.now_s() == town.true_s
+    town.offsets.clear()  # their word was heard: silence counts anew
+    for _ in range(SILENT - 1):
+        run(clock.sample())
+        assert clock.now_s() == town.true_s
+
+
+@pytest.mark.parametrize("known", [False, True])
+def test_a_wrong_step_that_was_followed_alone_is_undone_when_peers_are_back(known: bool) -> None:
+    liar, *honest = many(4)
+    town = Town([liar, *honest] if known else [])
+    town.offsets.clear()
+    clock = clock_in(town)
+    town.wall_s += 3600.0
+    for _ in range(SILENT):
+        run(clock.sample())
+    assert clock.now_s() == town.clock() == town.wall_s  # whoever is new here finds it right
+    for peer in (liar, honest[0]):
+        town.add(peer, 3600.0 * (peer is liar))
+        run(clock.sample())
+        assert clock.now_s() == town.wall_s  # one by itself, and one against one, settle nothing
+    for peer in honest:
+        town.add(peer)
+    for _ in range(2):
+        run(clock.sample())
+        assert clock.now_s() == town.clock() == town.true_s
+    town.wall_s = town.true_s  # and when it is set right nothing happens any more
+    run(clock.sample())
+    assert clock.now_s() == town.clock() == town.true_s
+
+
+def test_a_right_step_that_was_followed_alone_is_borne_out_once_and_for_all() -> None:
+    town = Town(many(3))
+    there = dict(town.offsets)
+    town.wall_s += 500.0
+    town.clock.follow()  # it began with a wrong clock
+    clock = clock_in(town)
+    town.offsets.clear()
+    town.wall_s -= 500.0
+    for _ in range(SILENT):
+        run(clock.sample())
+    assert clock.now_s() == town.true_s
+    town.offsets.update(there)
+    run(clock.sample())
+    assert clock.now_s() == town.true_s
+    town.offsets = {peer: 500.0 for peer in there}  # too late for those who would have it back
+    run(clock.sample())
+    assert clock.now_s() == town.true_s
+
+
+def test_peers_that_do_not_answer_after_a_step_are_asked_again_soon(
+    monkeypatch: pytest.MonkeyPatch,
+) -> None:
+    for name in ("LOOK_S", "AGAIN_S"):
+        monkeypatch.setattr(f"node.peer_clock.{name}", 0.001)
+    town = Town(many(3))
+    town.offsets.clear()
+    clock = clock_in(town)
+
+    async def main() -> None:
+        task = asyncio.create_task(clock.run(600.0))
+        await asyncio.sleep(0.01)
+        town.wall_s += 3600.0
+        async with asyncio.timeout(10.0):
+            while clock.now_s() != town.wall_s:  # noqa: ASYNC110
+                await asyncio.sleep(0.001)
+        asked = len(town.asked)
+        assert asked == SILENT * 3
+        await asyncio.sleep(0.02)
+        assert len(town.asked) == asked  # now it has no haste any more
+        task.cancel()
+        await asyncio.gather(task, return_exceptions=True)
+
+    run(main())
 
 
 def test_a_step_is_noticed_long_before_the_next_time_to_ask(

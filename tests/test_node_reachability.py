@@ -14,6 +14,7 @@ import pytest
 from hypothesis import given
 from hypothesis import strategies as st
 from loopback import QUICK, _no_daemon_left, node, pair, run, until  # noqa: F401
+from strangers import many, standings_with
 
 from node.addresses import Scope, parse
 from node.daemon import free_port
@@ -26,6 +27,7 @@ from node.dial_back import (
     knock,
     observed_ip,
 )
+from node.discovery import PeerBook
 from node.reachability import (
     ASKED,
     ASKED_AT_MOST,
@@ -298,7 +300,7 @@ def test_peers_that_are_busy_are_passed_over() -> None:
         asked.append(peer)
         if len(asked) <= 2:
             raise frames.Busy(1.0)
-        return DialBackReply(outcome=1, observed=PUBLIC)
+        return DialBackReply(outcome=1, observed=GLOBAL)
 
     assert len(asyncio.run(opinions_of(peers, answer))) >= ASKED
     assert len(asked) <= 2 * ASKED
@@ -310,6 +312,38 @@ def test_peers_that_are_busy_are_passed_over() -> None:
     asked.clear()
     asyncio.run(opinions_of(peers, never))
     assert len(asked) == ASKED_AT_MOST
+
+
+def test_peers_of_this_network_do_not_end_the_asking() -> None:
+    """As long as somebody outside may be there to ask."""
+    asked: list[bytes] = []
+    outside = {bytes([n]) * 38 for n in (4, 7, 8)}
+
+    async def answer(peer: bytes) -> DialBackReply:
+        asked.append(peer)
+        return DialBackReply(outcome=1, observed=GLOBAL if peer in outside else INSIDE)
+
+    found = asyncio.run(opinions_of([bytes([n]) * 38 for n in range(20)], answer))
+    assert len(asked) == len(found) == 9 and judge(found, DOOR).public
+    nonsense = DialBackReply(outcome=1, observed="no ip")
+
+    async def mad(peer: bytes) -> DialBackReply:
+        return nonsense
+
+    assert len(asyncio.run(opinions_of(list(outside), mad))) == 3
+
+
+def test_beyond_the_contributors_whoever_was_met_is_asked() -> None:
+    worker, met, named = many(1), many(20), many(20)
+    book = PeerBook(standings=standings_with(worker))
+    for peer in met:
+        book.standings.spoke(peer.peer_id)
+    for peer in (*worker, *met, *named):
+        book.remember(peer.peer_id, ["/ip4/10.0.0.1/tcp/1"])
+    nobody: Any = None
+    turn = Reachability(nobody, print, random.Random(1))._in_turn(book)
+    assert worker[0].peer_id in turn[:2]
+    assert set(turn) == {peer.peer_id for peer in (*worker, *met)} and len(turn) == 21
 
 
 # --- live -----------------------------------------------------------------------------------------

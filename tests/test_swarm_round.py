@@ -36,6 +36,37 @@ def test_nothing_is_exchanged_before_the_run_begins(now_s: float) -> None:
     assert state.round == 0 and actions
 
 
+def test_a_host_that_followed_a_wrong_clock_alone_is_back_in_the_rounds_of_the_others() -> None:
+    """It was an hour ahead of them, and decided some rounds there that never were."""
+
+    def history(members: tuple[str, ...], rounds: range) -> ConsensusLog:
+        log = ConsensusLog((START,))
+        for number in rounds:
+            parts = tuple(
+                Contribution(bytes([i + 1]) * 28 + number.to_bytes(4, "big"), member, SCALE_ONE)
+                for i, member in enumerate(members)
+            )
+            log = log.appended(Entry(number, log.head.digest, bytes(32), bytes(32), 1, parts))
+        return log
+
+    period_s = RULES.period_s
+    ours, theirs_log = history(("me", "p0"), range(30, 203)), history(("me", "p0", "p1"), range(25))
+    state = RoundState("me", RULES, ours, round=203, in_flight={own(9): 203}, warm_until=203)
+    state, actions = step(state, act.Tick(), 203 * period_s - 200.0)  # a correction: waited out
+    assert state.round == 203 and actions == []
+    state, actions = step(state, act.Tick(), 25 * period_s + 0.1)
+    assert state.round == 25 and not state.in_flight
+    assert act.ReturnToFeedback(own(9)) in actions
+    head = theirs_log.head
+    record = act.PeerRecord("p0", 25, head.digest, head.round, None, 0, 6.0)
+    state, _ = step(state, record, 25 * period_s + 0.2)
+    after_s = 25 * period_s + RULES.deadline.ceiling_s + 0.5
+    _, actions = step(state, act.Tick(), after_s)
+    assert [a.target for a in actions if isinstance(a, act.FetchConsensus)] == [head.digest]
+    _, actions = step(state, act.Tick(), 26 * period_s + 0.1)
+    assert any(isinstance(action, act.MakeUpdate) for action in actions)
+
+
 peers = st.integers(0, 3)
 rounds = st.integers(0, 4)
 heads = st.sampled_from([START.digest, b"x" * 32, b"y" * 32])

@@ -12,7 +12,7 @@ from swarm import actions as act
 from swarm.log import ConsensusLog, Contribution, Entry
 from swarm.round import step
 from swarm.round_heads import IN_FLIGHT
-from swarm.round_state import RoundState
+from swarm.round_state import MAX_EARLY, RoundState
 from swarm.votes import UpdateRef, Vote
 
 NOW = 60
@@ -116,6 +116,34 @@ def test_one_who_talks_much_does_not_keep_the_others_from_being_heard_early() ->
     state, _ = step(state, act.Tick(), PERIOD_S + 0.1)
     assert {"loud", "quiet"} <= state.peers.keys()
     assert state.stage is not None and update in state.stage.offers
+
+
+def test_two_votes_that_both_come_early_void_each_other_as_they_do_later() -> None:
+    state, _ = step(fresh(), act.Tick(), 0.1)
+    head, number = state.log.head, state.round + 1
+    liar, honest = (
+        [Vote(voter, number, head.digest, head.round, (UpdateRef(n * 32, "q"),)) for n in digests]
+        for voter, digests in (("liar", (b"a", b"b", b"c", b"a")), ("honest", (b"a", b"a")))
+    )
+    for vote in (*liar, *honest):
+        state, _ = step(state, act.VoteArrived(vote), 0.2)
+    assert len(state.early) == 3  # no more than prove it
+    state, _ = step(state, act.Tick(), number * PERIOD_S + 0.1)
+    assert state.stage is not None
+    assert state.stage.ballot.votes.keys() == {"honest"}
+    assert state.stage.ballot.two_faced == {"liar"}
+    assert state.trust.of("liar").faults == (number,) and not state.trust.of("honest").faults
+
+
+def test_early_votes_are_bounded_whoever_sends_them() -> None:
+    state, _ = step(fresh(), act.Tick(), 0.1)
+    head, number = state.log.head, state.round + 1
+    for voter in range(MAX_EARLY):
+        for listed in (b"a", b"b"):
+            refs = (UpdateRef(listed * 32, "q"),)
+            vote = Vote(f"s{voter}", number, head.digest, head.round, refs)
+            state, _ = step(state, act.VoteArrived(vote), 0.2)
+    assert len(state.early) == MAX_EARLY
 
 
 def test_updates_of_rounds_that_nobody_decides_are_unsent_again() -> None:
