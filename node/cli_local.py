@@ -87,7 +87,13 @@ without_option = click.option(
     "--steps-per-round", type=int, default=50, show_default=True, help="Age of copies, in steps."
 )
 @click.option("--batch", type=int, default=8, show_default=True, help="Windows in a step.")
-@click.option("--learning-rate", type=float, default=2e-3, show_default=True, help="At its peak.")
+@click.option(
+    "--learning-rate",
+    type=float,
+    default=2e-3,
+    show_default=True,
+    help="At its peak. 0.001 is better from about 6000 steps on.",
+)
 @click.option(
     "--optimizer",
     type=click.Choice(get_args(Optimizer)),

@@ -291,7 +291,7 @@ def test_adapt_never_closes_lowers_or_leaves_the_range(
 
 
 def test_a_range_that_adapts_needs_somewhere_to_go() -> None:
-    targets, prior = target_table(0, 128), natural_prior()
+    targets, prior = target_table(0, 16), natural_prior()
     wide = Noise(sigma_min=0.1, sigma_max=10.0, adaptive=True)
     assert 0 < refuse_leak(wide, targets, prior) < wide.leak_limit_nats
     with pytest.raises(LeakError, match=r"sigma_min 0\.1"):
