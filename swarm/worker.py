@@ -120,7 +120,7 @@ class BlockWorker:
                 copy = read.enter_context(next_block.at_hand())
                 ahead, _ = joint.loss(copy, self.index + 1, rows, hidden)
                 total = loss + self.run.training.look_ahead_weight * ahead
-            (total * (1.0 - others)).backward()  # type: ignore[no-untyped-call]
+            torch.autograd.backward([total * (1.0 - others)])  # while the copy is in full
         return loss.item()
 
     def _look_ahead(
