@@ -21,7 +21,7 @@ from node.data import benchmark_corpus
 from node.windows import evaluation_windows
 from swarm.composition import fit_composition
 from swarm.evaluate import honest_ce
-from swarm.run import ModelShape, Run, Training
+from swarm.run import ModelShape, Run, Training, usual_learning_rate
 from swarm.runfile import scheduled_steps
 
 DEFAULT = "topk:0.02:2:overall"  # the codec of the presets
@@ -93,7 +93,9 @@ def run_of(
     base = Run(model=shape or ModelShape(), seed=seed)
     training = replace(base.training, steps_per_round=steps_per_round, short_rounds=0)
     training = replace(training, warmup_steps=min(40, rounds * steps_per_round // 10))
-    return replace(base, training=replace(training, steps=scheduled_steps(training, rounds)))
+    steps = scheduled_steps(training, rounds)
+    training = replace(training, steps=steps, learning_rate=usual_learning_rate(steps))
+    return replace(base, training=training)
 
 
 def train(swarm: ExchangeSwarm, rounds: int, held_out: HeldOut) -> dict[str, Any]:

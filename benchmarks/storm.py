@@ -39,7 +39,7 @@ from benchmarks.wan.processes import START_S, Command
 from benchmarks.wan.runner import PORT, SwarmOnBed
 from node.cli_operator import emit
 from node.demo import descendants
-from swarm.run import ModelShape, Run, Training
+from swarm.run import ModelShape, Run, Training, usual_learning_rate
 from swarm.runfile import DataRules, ExchangeRules, RoundSchedule, RunFile, scheduled_steps
 
 PERIOD_S = 5.0
@@ -57,7 +57,8 @@ def storm_run(rounds: int) -> RunFile:
     """As small as a run can be that still learns within minutes."""
     shape = ModelShape(blocks=2, layers=1, width=32, heads=2, context=64)
     training = Training(steps_per_round=10, short_rounds=0, warmup_steps=20, batch=4)
-    training = replace(training, steps=scheduled_steps(training, rounds))
+    steps = scheduled_steps(training, rounds)
+    training = replace(training, steps=steps, learning_rate=usual_learning_rate(steps))
     schedule = RoundSchedule(0, PERIOD_S, rounds, 0.5, 1.5, 0.5, 0.6)
     exchange = ExchangeRules("topk:0.05:2:overall", snapshot_every=8, min_replicas=1)
     return RunFile(

@@ -28,7 +28,7 @@ from node.cli_operator import emit
 from node.data import WIKITEXT2_VARIABLE, Corpus
 from protocol.errors import BlockswarmError
 from protocol.ledger import LinkModel
-from swarm.run import ModelShape, Run, Training
+from swarm.run import ModelShape, Run, Training, usual_learning_rate
 from swarm.runfile import DataRules, ExchangeRules, RoundSchedule, RunFile, parse, scheduled_steps
 
 WAN = Path(__file__).resolve().parent / "wan"
@@ -75,7 +75,8 @@ def run_file(
     training = Training(
         steps_per_round=steps, short_rounds=0, warmup_steps=min(40, rounds * steps // 10)
     )
-    training = replace(training, steps=scheduled_steps(training, rounds))
+    steps = scheduled_steps(training, rounds)
+    training = replace(training, steps=steps, learning_rate=usual_learning_rate(steps))
     p = period_s
     schedule = RoundSchedule(0, p, rounds, 0.08 * p, 0.3 * p, 0.1 * p, 0.15 * p)
     exchange = ExchangeRules(codec, snapshot_every=max(4, shape.blocks), min_replicas=1)

@@ -90,9 +90,8 @@ without_option = click.option(
 @click.option(
     "--learning-rate",
     type=float,
-    default=2e-3,
-    show_default=True,
-    help="At its peak. 0.001 is better from about 6000 steps on.",
+    default=None,
+    help="At its peak. [default: 0.002, from 6000 steps on 0.001]",
 )
 @click.option(
     "--optimizer",

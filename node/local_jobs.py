@@ -36,7 +36,7 @@ from swarm.evaluate import honest_ce, teacher_forced_ce
 from swarm.generate import Sampling, generate
 from swarm.noise import Interval
 from swarm.objective import DenoisingObjective
-from swarm.run import Composition, ModelShape, Noise, Run, Training
+from swarm.run import Composition, ModelShape, Noise, Run, Training, usual_learning_rate
 
 RUN_OPTIONS = {
     "blocks": ("model", "blocks"),
@@ -206,6 +206,8 @@ def _run_of(options: Mapping[str, Any]) -> Run:
     tables: dict[str, dict[str, Any]] = {"model": {}, "noise": {}, "training": {}}
     for option, (table, field) in RUN_OPTIONS.items():
         tables[table][field] = options[option]
+    if options["learning_rate"] is None:
+        tables["training"]["learning_rate"] = usual_learning_rate(options["steps"])
     return Run(
         ModelShape(**tables["model"]),
         Noise(**tables["noise"]),

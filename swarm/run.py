@@ -96,6 +96,11 @@ class Noise:
         return math.exp(self.p_mean + self.p_std * NormalDist().inv_cdf(probability))
 
 
+def usual_learning_rate(steps: int) -> float:
+    """The best of those that were tried at the default shape; short runs have to move faster."""
+    return 2e-3 if steps < 6000 else 1e-3
+
+
 @dataclass(frozen=True)
 class Training:
     """The objective and the schedule. All of it is a function of the step, so of the round."""
@@ -105,7 +110,7 @@ class Training:
     steps_per_round: int = 50  # copies of other blocks are refreshed once a round
     short_rounds: int = 20  # so many first rounds are shorter, growing linearly to the full length
     batch: int = 8
-    learning_rate: float = 2e-3
+    learning_rate: float = 1e-3
     final_learning_rate: float = 0.02  # as a share of learning_rate
     optimizer: Optimizer = "muon"  # of the matrices inside layers; the rest has AdamW
     warmup_steps: int = 40

@@ -67,6 +67,7 @@ def tiny_run() -> MakeRun:
             "short_rounds": 0,
             "batch": 4,
             "warmup_steps": 2,
+            "learning_rate": 2e-3,
             **changes,
         }
         sections: dict[str, Any] = {}

@@ -49,6 +49,7 @@ def tiny_run_file(
         **{"blocks": blocks, "layers": 1, "width": 32, "heads": 2, "context": 64, **shape}
     )
     training = replace(base.run.training, steps_per_round=steps_per_round, batch=4, warmup_steps=4)
+    training = replace(training, learning_rate=2e-3)
     training = replace(training, steps=scheduled_steps(training, count))
     run = replace(base.run, model=model, training=training)
     rounds = RoundSchedule(0, period_s, count, 0.3, period_s - 2.5, 0.5, 0.5)

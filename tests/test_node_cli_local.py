@@ -17,7 +17,7 @@ from command_line import Cli, run_command
 import node.local_jobs
 import node.local_training
 import node.terminal
-from node.local_training import CHECKPOINT
+from node.local_training import CHECKPOINT, cut_off_run
 from swarm.run import Noise
 
 TEXT = "".join(f"{n} green bottles hanging on the wall\n" for n in range(1000))
@@ -74,6 +74,19 @@ def stops(monkeypatch: pytest.MonkeyPatch) -> Callable[[int | None], None]:
         monkeypatch.setattr(node.local_jobs, "stop_on_signals", flagged)
 
     return stop
+
+
+@pytest.mark.parametrize(
+    ("options", "rate"),
+    [((), 2e-3), (("--steps", 6000), 1e-3), (("--steps", 6000, "--learning-rate", 4e-3), 4e-3)],
+)
+def test_the_learning_rate_is_the_usual_one_unless_it_is_given(
+    cli: Cli, stops: Callable[[int | None], None], options: tuple[object, ...], rate: float
+) -> None:
+    stops(1)
+    done = cli("train", "-o", "m", "--data", "text.txt", "--steps", 5, *TINY, *options)
+    assert done.code == 130, done.err
+    assert cut_off_run(Path("m")).run.training.learning_rate == rate
 
 
 # probe

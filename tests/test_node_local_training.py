@@ -29,7 +29,7 @@ from swarm.run import ModelShape, Noise, Run, Training
 CPU = torch.device("cpu")
 RUN = Run(
     ModelShape(blocks=2, layers=1, width=16, heads=2, context=16),
-    training=Training(steps=20, steps_per_round=3, batch=2),
+    training=Training(steps=20, steps_per_round=3, batch=2, learning_rate=2e-3),
 )
 
 

@@ -13,7 +13,7 @@ from hypothesis import given
 from hypothesis import strategies as st
 
 from protocol.errors import UsageError
-from swarm.run import ModelShape, Noise, Run, Training
+from swarm.run import ModelShape, Noise, Run, Training, usual_learning_rate
 
 
 def normal_cdf(x: float) -> float:
@@ -182,6 +182,11 @@ def test_learning_rate_warms_up_then_follows_a_cosine() -> None:
     assert training.learning_rate_at(250) == pytest.approx(quarter)
     assert training.learning_rate_at(1000) == pytest.approx(0.2)
     assert training.learning_rate_at(5000) == pytest.approx(0.2)  # a step beyond the end
+
+
+def test_the_usual_learning_rate_falls_once_and_is_the_defaults() -> None:
+    assert usual_learning_rate(1) == usual_learning_rate(5999) > usual_learning_rate(6000) > 0
+    assert Training().learning_rate == usual_learning_rate(Training().steps)
 
 
 def test_learning_rate_without_warm_up_starts_at_the_peak() -> None:
