@@ -112,6 +112,7 @@ def write(
         "commit": commit(),
         "date": datetime.datetime.now(datetime.UTC).isoformat(timespec="seconds"),
         "environment": environment(),
+        "seeds": [],  # unless the benchmark says which it drew from
         **facts,
         "figures": figures,
         "rows": rows,

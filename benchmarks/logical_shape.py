@@ -217,6 +217,7 @@ def main() -> None:
         "ar_extrapolated, draft_extrapolated: those seconds were not measured whole.",
         "wan": {"rtt_ms": RTT_MS, "line_mbit": LINE_MBIT},
         "prompt_bytes": len(PROMPT),
+        "seeds": list(range(max(variant.repeats for variant in variants))),
     }
     harness.measure_rows(options, "logical_shape", variants, measure, figures, facts)
 

@@ -324,7 +324,8 @@ def main() -> None:
     size = parameters(judges(wanted).model)
     data = {"source": corpus.source, "sha256": corpus.sha256}
     model = {"parameters": size, **vars(wanted), "coupling": "look_ahead"}
-    harness.write(options, "sweep", figures_, rows, {"data": data, "model": model})
+    facts = {"data": data, "model": model, "seeds": [wanted.seed]}
+    harness.write(options, "sweep", figures_, rows, facts)
 
 
 if __name__ == "__main__":

@@ -45,11 +45,18 @@ def test_a_row_is_measured_once_and_again_when_it_is_another(
     result = run(out, first, second)
     assert "1 rows are there, 1 to measure" in capsys.readouterr().out
     assert [row["name"] for row in result["rows"]] == ["first", "second"]
-    assert {"commit", "environment", "date", "command", "seeds"} <= result.keys()
+    assert {"commit", "environment", "date", "command"} <= result.keys()
+    assert result["seeds"] == [0]
     # Another measurement under the same name replaces it; the other row stays.
     result = run(out, Variant("first", "1, with Muon", 3.0), second)
     assert result["figures"] == {"first": 3.0, "second": 2.0}
     assert [row["key"] for row in result["rows"]] == ["1, with Muon", "2"]
+
+
+def test_a_benchmark_that_draws_nothing_says_so(tmp_path: Path) -> None:
+    options = harness.parse("made_up", ["--out", str(tmp_path / "result.json")])
+    harness.write(options, "made_up", {}, [], {})
+    assert json.loads(options.out.read_text())["seeds"] == []
 
 
 def test_the_commit_is_that_of_the_code(tmp_path: Path) -> None:
