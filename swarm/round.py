@@ -48,7 +48,6 @@ from swarm.round_heads import apply_entry, choose_head, fetch_failed, fetched, g
 from swarm.round_phases import end_collect, end_repair, end_vote
 from swarm.round_report import included, remember_arrivals, report_of
 from swarm.round_state import (
-    MAX_EARLY,
     MAX_KNOWN,
     PeerView,
     Phase,
@@ -56,6 +55,7 @@ from swarm.round_state import (
     Stage,
     in_own_group,
     keep_ahead,
+    kept_for_later,
     may_vote,
     opened,
     with_stage,
@@ -213,20 +213,8 @@ def _pulling(state: RoundState) -> frozenset[UpdateRef]:
 
 
 def _keep_early(state: RoundState, event: act.Event) -> RoundState:
-    """A peer whose clock is a little ahead of ours: hear it when our round opens.
-
-    Of each peer the newest of a kind, so that one who talks much leaves room for the others. Of its
-    votes the first two that differ: they are what shows that it is two-faced.
-    """
-    of_it = tuple(e for e in state.early if _said_by(e) == _said_by(event))
-    others = tuple(e for e in state.early if _said_by(e) != _said_by(event))
-    if isinstance(event, act.VoteArrived):
-        if event in of_it or len(of_it) == 2:
-            return state
-        others = state.early
-    if len(others) >= MAX_EARLY:
-        return state
-    return replace(state, early=(*others, event))
+    """A peer whose clock is a little ahead of ours: hear it when our round opens."""
+    return replace(state, early=kept_for_later(state.early, event))
 
 
 def _own_ready(
@@ -378,17 +366,6 @@ def _pass_deadlines(state: RoundState, now_s: float, out: list[act.Action]) -> R
         if state is before:
             break
     return state
-
-
-def _said_by(event: act.Event) -> tuple[str, str, int]:
-    match event:
-        case act.PeerRecord(peer=peer):
-            return ("record", peer, 0)
-        case act.GroupClaim(peer=peer):
-            return ("claim", peer, 0)
-        case act.VoteArrived(vote):
-            return ("vote", vote.voter, vote.stage)
-    return ("", "", 0)
 
 
 def _round_of(event: act.Event) -> int:

@@ -159,6 +159,30 @@ def active(state: RoundState, peer: str) -> bool:
 
 def keep_ahead(state: RoundState, event: act.Event) -> RoundState:
     """A peer that is in the second stage already: hear it when we get there."""
-    if len(state.ahead) >= MAX_EARLY or event in state.ahead:
-        return state
-    return replace(state, ahead=(*state.ahead, event))
+    return replace(state, ahead=kept_for_later(state.ahead, event))
+
+
+def kept_for_later(waiting: tuple[act.Event, ...], event: act.Event) -> tuple[act.Event, ...]:
+    """What waits to be heard, with one more event: bounded, and fair.
+
+    Of each peer the newest of a kind, so that one who talks much leaves room for the others. Of its
+    votes the first two that differ: they are what shows that it is two-faced.
+    """
+    of_it = tuple(e for e in waiting if _said_by(e) == _said_by(event))
+    others = tuple(e for e in waiting if _said_by(e) != _said_by(event))
+    if isinstance(event, act.VoteArrived):
+        if event in of_it or len(of_it) == 2:
+            return waiting
+        others = waiting
+    return waiting if len(others) >= MAX_EARLY else (*others, event)
+
+
+def _said_by(event: act.Event) -> tuple[str, str, int]:
+    match event:
+        case act.PeerRecord(peer=peer):
+            return ("record", peer, 0)
+        case act.GroupClaim(peer=peer):
+            return ("claim", peer, 0)
+        case act.VoteArrived(vote):
+            return ("vote", vote.voter, vote.stage)
+    return ("", "", 0)
