@@ -21,7 +21,7 @@ from node.assembly_store import ConsensusStore
 from node.atomic import hold_folder
 from node.cli_report import Facts, evaluation_facts
 from node.client import client_network, replicas_of
-from node.data import Corpus, load_corpus
+from node.data import Corpus, lasting_spec, load_corpus
 from node.device import choose_device, make_deterministic
 from node.invitation import fetch_run
 from node.local_training import FIT_BYTES, held_out_batches
@@ -75,12 +75,17 @@ class Judge:
         return honest_ce(model, self.test)
 
 
+def text_spec(run_file: RunFile, options: AssembleOptions) -> str:
+    """The text to judge by; a path is absolute, so that `eval` finds it from any folder."""
+    return run_file.data.spec if options.data is None else lasting_spec(options.data)
+
+
 def load_judge(run_file: RunFile, options: AssembleOptions) -> Judge | None:
     if not options.evaluate_bytes:
         if options.fit:
             raise UsageError("--fit needs text to fit on", "leave --evaluate-bytes 0 out")
         return None
-    spec = options.data or run_file.data.spec
+    spec = text_spec(run_file, options)
     if spec == "own":
         raise UsageError(
             "in this run every host brings its own text, so there is none to evaluate on",
@@ -219,7 +224,7 @@ class _Job:
         self, pulled: Assembled, model: ComposedModel, held_out: float | None
     ) -> Facts:
         """Evaluate on the test split and put the folder in place. The facts of the result."""
-        data: Facts = {"spec": self.options.data or self.run_file.data.spec}
+        data: Facts = {"spec": text_spec(self.run_file, self.options)}
         manifest: Facts = {
             "data": data,
             "evaluation": None,

@@ -92,6 +92,15 @@ def test_the_best_by_held_out_ce_stays(run_file: RunFile, text: Path, tmp_path: 
     assert work._best_of({"assembly": {"held_out": None}}) is None
 
 
+def test_the_manifest_names_the_text_for_any_folder(
+    run_file: RunFile, text: Path, tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    monkeypatch.chdir(text.parent)
+    work = job(run_file, tmp_path / "m", Path(text.name))
+    asyncio.run(work._write(pulled(run_file, 3, 0.5), pulled(run_file, 3, 0.5).model, None))
+    assert read_manifest(tmp_path / "m")["data"]["spec"] == str(text)
+
+
 def test_weights_are_fitted_if_asked(run_file: RunFile, text: Path, tmp_path: Path) -> None:
     plain, fitted = (
         job(run_file, tmp_path / "a", text),
