@@ -27,7 +27,7 @@ from swarm.objective import DenoisingObjective
 from swarm.optimizer import BlockOptimizer, PassingSteps
 from swarm.run import Run
 
-AHEAD_PARTS = 2
+AHEAD_PARTS = 4
 JOINT_STREAM = 1 << 16  # added to the block's number: noise of its own, above any block's
 
 
