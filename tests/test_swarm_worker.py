@@ -13,6 +13,7 @@ from swarm.moving_copy import frozen_copy
 from swarm.noise import block_interval
 from swarm.run import Run
 from swarm.worker import (
+    AHEAD_PARTS,
     BlockWorker,
     initial_block,
     relayed_hidden,
@@ -121,10 +122,10 @@ def test_look_ahead_is_the_next_blocks_own_loss_in_its_own_interval(tiny_run: Ma
     own, hidden = worker.objective.loss(fresh, x, y, None, generator)
     next_worker = BlockWorker(run, 1, CPU)
     assert hidden is not None
-    parts = zip(x.chunk(2), y.chunk(2), hidden.chunk(2), strict=True)
+    parts = zip(*(whole.chunk(AHEAD_PARTS) for whole in (x, y, hidden)), strict=True)
     ahead = [next_worker.objective.loss(others[1], *part, generator)[0] for part in parts]
     assert loss.own_nats == pytest.approx(float(own), abs=1e-6)
-    assert loss.ahead_nats == pytest.approx(float(sum(ahead)) / 2, abs=1e-6)
+    assert loss.ahead_nats == pytest.approx(float(sum(ahead)) / len(ahead), abs=1e-6)
     assert worker.objective.interval == block_interval(run.noise, 3, 0)
     assert worker.ahead is not None
     assert worker.ahead.interval == next_worker.objective.interval
