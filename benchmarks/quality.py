@@ -74,7 +74,7 @@ def variants(quick: bool) -> list[Variant]:
     add("look-ahead, no short rounds early", other, short_rounds=0)
     add("look-ahead, z removed", other, objective="plain")
     add("end-to-end, a loss at every second layer", other, end_to_end=True, heads_every=2)
-    add("end-to-end in the wall-clock of look-ahead", headline / 1.8, end_to_end=True)
+    add("end-to-end in the wall-clock of look-ahead", headline / 1.8, end_to_end=True, **best)
     for seed in seeds:
         add(f"default at 0.002, seed {seed}", headline, seed)
         add(f"end-to-end at 0.002, seed {seed}", headline, seed, end_to_end=True)
