@@ -29,9 +29,9 @@ from pathlib import Path
 from typing import Any
 
 from benchmarks import harness
-from node.cli_operator import emit, preset
 from node.demo import descendants
 from swarm.cost import worker_memory_bytes
+from swarm.run_template import emit, preset
 
 REPEATS = 5
 LIMIT_S = 180.0

@@ -15,8 +15,8 @@ import time
 from collections.abc import Sequence
 from typing import Any
 
-from node.cli_swarm import _run_loop
 from node.client import client_network
+from node.event_loop import run_loop
 from node.invitation import fetch_run
 from node.sweep_client import SweepClient
 from node.sweep_output import Order, Output
@@ -77,4 +77,4 @@ def _say(line: str) -> None:
 
 def main(argv: Sequence[str]) -> None:
     with contextlib.suppress(KeyboardInterrupt):
-        _run_loop(serve(argv[0]))
+        run_loop(serve(argv[0]))

@@ -15,10 +15,10 @@ import torch
 
 from benchmarks.logical_shape_matmul import Ways
 from benchmarks.logical_shape_model import BLOCKS, SHAPES, SPENT, LogicalShape, Spent, shared_block
-from node.cli_serve import _until_stopped
-from node.cli_swarm import _run_loop
+from node.cli_serve import until_stopped
 from node.daemon import DaemonSettings
 from node.device import make_deterministic
+from node.event_loop import run_loop
 from node.network import NetworkSettings
 from node.serve_host import ModelFolder, ServeSettings, ServingHost, run_file_of
 from node.serving import BlockServer
@@ -85,6 +85,6 @@ def main(argv: Sequence[str]) -> None:
     settings = ServeSettings(network, (options.block,), torch.device("cpu"), served)
 
     async def serve() -> None:
-        await _until_stopped(PatientHost(settings, say))
+        await until_stopped(PatientHost(settings, say))
 
-    _run_loop(serve())
+    run_loop(serve())

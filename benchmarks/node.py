@@ -36,11 +36,11 @@ from typing import Any
 import torch
 
 from benchmarks import harness
-from node.cli_operator import emit, preset
 from node.trainer import Trainer
 from node.trainer_process import TrainerSettings
 from swarm.reference import ReferenceWorker
 from swarm.run import ModelShape
+from swarm.run_template import emit, preset
 from swarm.runfile import RoundSchedule, parse, run_id, scheduled_steps, with_start
 
 TICK_S = 0.005
@@ -411,7 +411,7 @@ def figures(rows: harness.Rows) -> harness.Figures:
 
 
 def serve_role(role: str, told: dict[str, Any]) -> None:
-    from node.taking_part import run_loop
+    from node.event_loop import run_loop
 
     if role == "host":
         run_loop(live_host(told))

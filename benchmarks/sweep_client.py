@@ -16,8 +16,8 @@ import sys
 import time
 from typing import Any
 
-from node.cli_swarm import _run_loop
 from node.client import client_network
+from node.event_loop import run_loop
 from node.invitation import fetch_run
 from node.sweep_client import SweepClient
 from node.sweep_output import Order, Output
@@ -95,7 +95,7 @@ def _say(line: str) -> None:
 
 def main() -> None:
     with contextlib.suppress(KeyboardInterrupt):
-        _run_loop(serve(sys.argv[1]))
+        run_loop(serve(sys.argv[1]))
 
 
 if __name__ == "__main__":

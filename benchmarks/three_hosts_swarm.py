@@ -24,11 +24,11 @@ from benchmarks.wan.bed import Bed
 from benchmarks.wan.namespaces import BedFailed
 from benchmarks.wan.processes import Command
 from benchmarks.wan.runner import SwarmOnBed
-from node.cli_operator import emit
 from node.data import WIKITEXT2_VARIABLE, Corpus
 from protocol.errors import BlockswarmError
 from protocol.ledger import LinkModel
 from swarm.run import ModelShape, Run, Training, usual_learning_rate
+from swarm.run_template import emit
 from swarm.runfile import DataRules, ExchangeRules, RoundSchedule, RunFile, parse, scheduled_steps
 
 WAN = Path(__file__).resolve().parent / "wan"

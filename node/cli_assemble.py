@@ -20,7 +20,7 @@ import click
 from node.cli_light import short_peer
 from node.cli_options import check_addresses
 from node.cli_report import Facts, print_evaluation, print_json
-from node.cli_swarm import _run_loop
+from node.event_loop import run_loop
 from node.terminal import DownloadDisplay, say
 from protocol.errors import UsageError
 
@@ -86,7 +86,7 @@ def assemble(address: tuple[str, ...], as_json: bool, **options: Any) -> None:
 
     with DownloadDisplay() as display:
         done = _Bytes(display)
-        facts = _run_loop(_until_stopped(run(chosen, say, done.add, show)))
+        facts = run_loop(_until_stopped(run(chosen, say, done.add, show)))
     if facts is None and not (chosen.watch and shown):
         raise KeyboardInterrupt  # stopped before there was a model
     if facts is None:
@@ -191,7 +191,7 @@ def status(
             print_status(found)
 
     work = _watch_status(address, known, needed, watch, show)
-    if _run_loop(_until_stopped(work)) is None and not watch:
+    if run_loop(_until_stopped(work)) is None and not watch:
         raise KeyboardInterrupt
 
 

@@ -12,7 +12,7 @@ import click
 
 from node.cli_report import print_json
 from node.doctor import Check, Plan, examine, facts, well
-from node.taking_part import run_loop
+from node.event_loop import run_loop
 
 MARKS = {"ok": "ok  ", "warning": "WARN", "failed": "FAIL", "skipped": "-   "}
 

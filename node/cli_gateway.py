@@ -20,7 +20,7 @@ import click
 
 from node.cli_options import FiniteRange, check_addresses
 from node.cli_report import Facts, print_json
-from node.cli_swarm import _run_loop
+from node.event_loop import run_loop
 from node.terminal import say
 from protocol.errors import UsageError
 
@@ -121,7 +121,7 @@ def gateway(address: tuple[str, ...], as_json: bool, **options: Any) -> None:
         with contextlib.suppress(OSError):  # nobody reads our log any more
             tell(facts)
 
-    _run_loop(_serve(address, key, options, tell_anyone))
+    run_loop(_serve(address, key, options, tell_anyone))
     # All is closed. Unloading torch and hivemind takes seconds on a busy machine.
     with contextlib.suppress(OSError):
         sys.stdout.flush()

@@ -1,197 +1,22 @@
 """Commands for who starts a swarm: `init` writes the run file.
 
-Decides the presets and the words that explain a run file to its reader. What a run file may say
-is decided in swarm/runfile.py.
+Decides what is said about a new run's cost. The presets and the file's words are
+`swarm.run_template`'s; what a run file may say is decided in `swarm.runfile`.
 """
 
 from __future__ import annotations
 
 import shlex
-from dataclasses import asdict, replace
 from pathlib import Path
-from types import SimpleNamespace
-from typing import TYPE_CHECKING, Any
+from typing import TYPE_CHECKING
 
 import click
 
 from protocol.errors import UsageError
+from swarm.run_template import PRESETS, emit, preset
 
 if TYPE_CHECKING:
     from swarm.runfile import RunFile
-
-PRESETS = ("tiny", "small", "large")
-
-TEMPLATE = """\
-# A blockswarm run: a model, its data and its rules. The run's name on the network is the hash of
-# this file, so every host has exactly these bytes. Change what you like before the run starts;
-# afterwards any change, even of a comment, makes another run. Every field must be there.
-
-format = {format}
-# What people call this run.
-name = {name}
-# All randomness that hosts must share comes from it: first weights, targets, noise.
-seed = {seed}
-
-[model]
-# The model is cut into blocks. Each host trains one of them, alone.
-blocks = {model.blocks}
-# Transformer layers in a block.
-layers = {model.layers}
-# Hidden width, and how many attention heads share it (the width of a head must be even).
-width = {model.width}
-heads = {model.heads}
-# How many bytes the model sees at once. Text is read as bytes; there is no tokenizer.
-context = {model.context}
-# What a block sees of the others: "independent": nothing. "relay": also the hidden state of the
-# blocks before it. "look_ahead": relay, and its loss includes that of the next block.
-coupling = {model.coupling}
-
-[noise]
-# A block trains on z = target + sigma * noise; each block has its own part of this range of sigma.
-# Little noise shows a block its own target, and then its loss says nothing.
-sigma_min = {noise.sigma_min}
-sigma_max = {noise.sigma_max}
-# ln(sigma) has this mean and deviation, before it is cut to the range.
-p_mean = {noise.p_mean}
-p_std = {noise.p_std}
-# How far the ranges of neighbouring blocks overlap, in ln(sigma).
-overlap = {noise.overlap}
-# The run is refused if z alone tells more than so many nats of the target.
-leak_limit_nats = {noise.leak_limit_nats}
-# Raise a block's lowest sigma during training if it is seen to read its target.
-adaptive = {noise.adaptive}
-
-[training]
-# How z enters. "bayes": as analytic evidence beside the network. "edm": as an input of the network
-# (independent blocks only). "plain": not at all, the control.
-objective = {training.objective}
-# The most steps a host makes in a round; a slow host makes fewer. Longer rounds send fewer bytes,
-# shorter ones keep the copies of other blocks fresh. All steps: rounds.count times this.
-steps_per_round = {training.steps_per_round}
-# So many first rounds have fewer steps, growing to the full number. They take as long: 0 is usual.
-short_rounds = {training.short_rounds}
-# Windows of text in a step of one host. Memory grows with it.
-batch = {training.batch}
-# Rises during the warm-up, then falls in a half cosine to this share of its peak.
-learning_rate = {training.learning_rate}
-final_learning_rate = {training.final_learning_rate}
-warmup_steps = {training.warmup_steps}
-# Of the matrices inside layers. "muon": by their orthogonalised momentum; embeddings, heads and
-# norms have AdamW in any case. "adamw": everything.
-optimizer = {training.optimizer}
-weight_decay = {training.weight_decay}
-# AdamW.
-beta1 = {training.beta1}
-beta2 = {training.beta2}
-# A gradient with a larger norm is scaled down to it.
-clip_norm = {training.clip_norm}
-# The weight of the next block's loss, with the coupling look_ahead.
-look_ahead_weight = {training.look_ahead_weight}
-# Read other blocks in the versions that they were trained with, not all in the newest.
-staggered = {training.staggered}
-# Copies of other blocks move 1 / copy_steps of the way to a new version in each step; 1 jumps.
-copy_steps = {training.copy_steps}
-{options}
-[data]
-# "python": the library of the host's Python, no download. "wikitext-2", "wikitext-103": downloaded
-# once. "own": every host brings its own text.
-spec = {data.spec}
-# Refuse hosts whose corpus has another sha256; "" does not check. Leave it "" for "python", which
-# differs from one Python patch version to the next.
-sha256 = {data.sha256}
-
-[rounds]
-# When the run begins, in unix time. 0: not yet; `blockswarm seed` fills it in.
-start_s = {rounds.start_s}
-# A round lasts so long, and the run has so many.
-period_s = {rounds.period_s}
-count = {rounds.count}
-# Updates are collected until a deadline that follows how fast they arrive, between these two.
-deadline_floor_s = {rounds.deadline_floor_s}
-deadline_ceiling_s = {rounds.deadline_ceiling_s}
-# Then hosts vote on what arrived, and pull what they miss. The whole exchange must fit into a
-# period: deadline_ceiling_s + 2 * vote_window_s + 3 * repair_window_s.
-vote_window_s = {rounds.vote_window_s}
-repair_window_s = {rounds.repair_window_s}
-
-[exchange]
-# How updates are compressed: topk:DENSITY:BITS[:overall] sends the largest weights only (what is
-# left out is sent later), int8 and int4 send all of them.
-codec = {exchange.codec}
-# Every so many rounds hosts keep a full snapshot, from which newcomers start.
-snapshot_every = {exchange.snapshot_every}
-# Warn if a block has fewer hosts than this.
-min_replicas = {exchange.min_replicas}
-"""
-
-AHEAD = """\
-# The copy of the next block learns along with ours until a newer version of it comes.
-ahead_learns = {training.ahead_learns}
-"""
-JOINT = """\
-# So much of every batch teaches blocks to denoise a whole output at once, for the mode `denoise`.
-denoise_share = {training.denoise_share}
-"""  # options that are left out where they are off
-
-
-def emit(runfile: RunFile) -> bytes:
-    """A commented run file; `swarm.runfile.parse` gives the same run back."""
-    from swarm.runfile import FORMAT
-
-    tables = asdict(runfile.run)
-    top = {"format": FORMAT, "name": _toml(runfile.name), "seed": tables.pop("seed")}
-    for name in ("data", "rounds", "exchange"):
-        tables[name] = asdict(getattr(runfile, name))
-    written = {
-        name: SimpleNamespace(**{key: _toml(value) for key, value in table.items()})
-        for name, table in tables.items()
-    }
-    options = AHEAD.format(**written) if runfile.run.training.ahead_learns else ""
-    options += JOINT.format(**written) if runfile.run.denoises else ""
-    return TEMPLATE.format(options=options, **top, **written).encode()
-
-
-def _toml(value: Any) -> str:
-    """A value in TOML. The strings of a run file need no escapes: they are checked to be plain."""
-    if isinstance(value, bool):
-        return "true" if value else "false"
-    return f'"{value}"' if isinstance(value, str) else repr(value)
-
-
-def preset(name: str, run_name: str, seed: int = 0) -> RunFile:
-    """The run that `init --preset` writes."""
-    from swarm.run import ModelShape, Run, Training
-    from swarm.runfile import (
-        DataName,
-        DataRules,
-        ExchangeRules,
-        RoundSchedule,
-        RunFile,
-        scheduled_steps,
-    )
-
-    data: DataName = "python" if name == "tiny" else "wikitext-103"
-    if name == "tiny":
-        shape, training = ModelShape(), Training()
-        rounds = RoundSchedule(0, 12.0, 120, 1.0, 4.0, 1.0, 1.5)
-        exchange = ExchangeRules("topk:0.02:2:overall", snapshot_every=16, min_replicas=2)
-    elif name == "small":
-        shape = ModelShape(layers=4, width=512, heads=8, context=256)
-        training = Training(steps_per_round=100, batch=16, learning_rate=1e-3, warmup_steps=500)
-        rounds = RoundSchedule(0, 60.0, 1440, 3.0, 20.0, 5.0, 8.0)
-        exchange = ExchangeRules("topk:0.02:2:overall", snapshot_every=32, min_replicas=3)
-    elif name == "large":
-        shape = ModelShape(layers=6, width=1024, heads=16, context=1024)
-        training = Training(steps_per_round=200, batch=8, learning_rate=4e-4, warmup_steps=2000)
-        rounds = RoundSchedule(0, 300.0, 2016, 10.0, 120.0, 15.0, 40.0)
-        exchange = ExchangeRules("topk:0.005:2:overall", snapshot_every=32, min_replicas=3)
-    else:
-        raise UsageError(f"no preset is called {name}", f"choose one of {', '.join(PRESETS)}")
-    # In a swarm all periods are equally long, so short rounds would only idle.
-    training = replace(training, short_rounds=0)
-    training = replace(training, steps=scheduled_steps(training, rounds.count))
-    run = Run(model=shape, training=training, seed=seed)
-    return RunFile(run_name, run, DataRules(data, ""), rounds, exchange)
 
 
 @click.command(short_help="Write a run file to start a swarm with.")

@@ -18,7 +18,7 @@ import click
 from node import home as homes
 from node.cli_options import check_addresses, check_own_addresses
 from node.cli_report import Facts, print_json
-from node.cli_swarm import _run_loop
+from node.event_loop import run_loop
 from node.taking_part import names_a_port
 from node.terminal import ByteWriter, say
 from protocol.errors import UsageError
@@ -92,8 +92,8 @@ def serve(address: tuple[str, ...], **options: Any) -> None:
     check_own_addresses(options)
     for text in options["announce"]:
         names_a_port(text)  # refuses what is no address
-    host = _run_loop(_prepared(address, options))
-    _run_loop(_until_stopped(host))
+    host = run_loop(_prepared(address, options))
+    run_loop(until_stopped(host))
 
 
 async def _prepared(addresses: tuple[str, ...], options: Mapping[str, Any]) -> ServingHost:
@@ -137,7 +137,7 @@ async def _prepared(addresses: tuple[str, ...], options: Mapping[str, Any]) -> S
     return ServingHost(ServeSettings(network, blocks, device, folder), say)
 
 
-async def _until_stopped(host: ServingHost) -> None:
+async def until_stopped(host: ServingHost) -> None:
     """Serve until Ctrl-C or SIGTERM."""
     loop = asyncio.get_running_loop()
     work = asyncio.create_task(host.run())
@@ -195,7 +195,7 @@ def generate_from_swarm(
     """
     out = None if as_json else ByteWriter()
     start = os.fsencode(prompt)
-    facts = _run_loop(_generate(address, start, length, sampling, options, out))
+    facts = run_loop(_generate(address, start, length, sampling, options, out))
     if as_json:
         print_json(facts)
         return

@@ -19,15 +19,13 @@ from node.cli_options import (
     check_own_addresses,
     meant_as_address,
 )
+from node.event_loop import run_loop
 from node.phases import mark
-from node.taking_part import Part, check_announce, run_loop, stoppable_at_once, take_part
+from node.taking_part import Part, check_announce, stoppable_at_once, take_part
 from node.terminal import say
 from protocol.errors import UsageError
 
 C = TypeVar("C", bound=Any)
-
-# Other commands use these, too.
-_run_loop, _free_folder, _state_home = run_loop, homes.free_folder, homes.state_home
 
 STATE = "~/.local/state/blockswarm"
 RATE = FiniteRange(min=0, min_open=True)

@@ -6,12 +6,12 @@ nothing: a host that is short of memory or disk is told so, and may still try.
 
 from __future__ import annotations
 
-import os
 import shutil
 from contextlib import suppress
 from dataclasses import dataclass
 from pathlib import Path
 
+from node.memory import available_memory_bytes
 from swarm.cost import disk_bytes, expected_gb_per_day, worker_memory_bytes
 from swarm.runfile import RunFile
 
@@ -59,17 +59,6 @@ def cost_lines(
 def seed_cost_line() -> str:
     """Of a seed that does not train."""
     return "this will cost about 0.3 GB of memory and next to no traffic or disk"
-
-
-def available_memory_bytes() -> int | None:
-    """What the system could give to new processes now; None where it does not say."""
-    with suppress(OSError, ValueError, StopIteration, IndexError):
-        with open("/proc/meminfo") as file:
-            line = next(line for line in file if line.startswith("MemAvailable"))
-        return int(line.split()[1]) * 1024
-    with suppress(OSError, ValueError, AttributeError):
-        return os.sysconf("SC_PHYS_PAGES") * os.sysconf("SC_PAGE_SIZE")
-    return None
 
 
 def _free_disk_bytes(home: Path) -> int | None:

@@ -232,7 +232,7 @@ def _put(path: Path, data: bytes) -> None:
 
 def run_demo(folder: Path, say: Callable[[str], None], run: RunFile) -> dict[str, Any]:
     """The whole story; returns its figures."""
-    from node.cli_operator import emit
+    from swarm.run_template import emit
 
     began = time.monotonic()
     take_folder(folder)

@@ -196,8 +196,8 @@ def memory() -> Check:
 
 def _preset_bytes() -> dict[str, tuple[int, int]]:
     """Memory and disk of a host, by preset."""
-    from node.cli_operator import PRESETS, preset
     from swarm.cost import disk_bytes, worker_memory_bytes
+    from swarm.run_template import PRESETS, preset
 
     runs = {name: preset(name, name) for name in PRESETS}
     return {name: (worker_memory_bytes(run), disk_bytes(run, 2)) for name, run in runs.items()}

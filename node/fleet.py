@@ -23,9 +23,10 @@ from typing import TYPE_CHECKING, Any
 
 import msgpack
 
+from node.event_loop import run_loop
 from node.home import free_folder, make, remember, state_home
 from node.live_line import RunTimes
-from node.taking_part import gigabytes_to_bytes, run_loop, say_cost, say_if_over
+from node.taking_part import gigabytes_to_bytes, say_cost, say_if_over
 from node.terminal import say
 from node.workers import Supervisor, check_shared, command_of, shared_options, worker_home
 from protocol.errors import BlockswarmError, UsageError

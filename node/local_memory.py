@@ -69,7 +69,7 @@ def free_memory_bytes(device: torch.device) -> int | None:
 
         free: int = torch.cuda.mem_get_info(device)[0]
         return free
-    from node.cost_words import available_memory_bytes
+    from node.memory import available_memory_bytes
 
     found = [size for size in (available_memory_bytes(), _left_of_limit()) if size is not None]
     return min(found, default=None)

@@ -18,7 +18,6 @@ from typing import Any, Protocol
 
 import torch
 
-from node.cli_operator import emit
 from node.fetch import Peers
 from node.follow import Follower, FollowSettings
 from node.model_folder import load_model, weights_digest
@@ -35,6 +34,7 @@ from swarm.composition import ComposedModel
 from swarm.flat import Floats, flat_size, initial_flat, load_flat
 from swarm.model import Block, block_of
 from swarm.run import Run
+from swarm.run_template import emit
 from swarm.runfile import (
     DataRules,
     ExchangeRules,

@@ -14,11 +14,12 @@ import os
 import signal
 import sys
 import time
-from collections.abc import Coroutine, Iterator, Mapping
+from collections.abc import Iterator, Mapping
 from dataclasses import dataclass
 from pathlib import Path
 from typing import TYPE_CHECKING, Any, Literal, NoReturn, Protocol, TypeVar
 
+from node.event_loop import run_loop
 from node.home import keep_place, make, port_of_before
 from node.live_line import HostView, RunTimes, fitted, host_line, round_line
 from node.phases import durations, mark
@@ -103,38 +104,6 @@ def _end_now(code: int) -> NoReturn:
     sys.stdout.flush()
     sys.stderr.flush()
     os._exit(code)
-
-
-def run_loop(work: Coroutine[Any, Any, T]) -> T:
-    """Run on uvloop where it exists. SIGTERM ends it like Ctrl-C: what it began is cleaned up."""
-    factory, asked = None, False
-
-    async def until_asked() -> T:
-        task = asyncio.current_task()
-        assert task is not None
-
-        def stop() -> None:
-            nonlocal asked
-            asked = True
-            task.cancel()
-
-        # As with Ctrl-C: not in another thread than the main one, and not on Windows.
-        with contextlib.suppress(NotImplementedError, ValueError, RuntimeError):
-            asyncio.get_running_loop().add_signal_handler(signal.SIGTERM, stop)
-        return await work
-
-    if sys.platform != "win32":
-        with contextlib.suppress(ImportError):
-            import uvloop
-
-            factory = uvloop.new_event_loop
-    with asyncio.Runner(loop_factory=factory) as runner:
-        try:
-            return runner.run(until_asked())
-        except asyncio.CancelledError:
-            if asked:
-                raise KeyboardInterrupt from None
-            raise
 
 
 # Settings.

@@ -21,8 +21,8 @@ from pathlib import Path
 from typing import Any, TypeVar
 
 from node.child_process import leave_with_parent
-from node.cli_operator import emit, preset
 from swarm.run import ModelShape
+from swarm.run_template import emit, preset
 from swarm.runfile import ExchangeRules, RoundSchedule, RunFile, scheduled_steps
 
 T = TypeVar("T")

@@ -22,8 +22,8 @@ from benchmarks.wan import topology
 from benchmarks.wan.bed import Bed
 from benchmarks.wan.processes import START_S
 from benchmarks.wan.runner import SwarmOnBed
-from node.cli_operator import emit
 from node.data import load_corpus
+from swarm.run_template import emit
 from swarm.runfile import parse
 
 

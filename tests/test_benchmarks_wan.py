@@ -199,7 +199,7 @@ def test_a_swarm_trains_on_the_bed_also_behind_nat_and_through_a_partition(
 ) -> None:
     from live import tiny_run_file
 
-    from node.cli_operator import emit
+    from swarm.run_template import emit
 
     run_file = tiny_run_file(blocks=1, period_s=10.0, count=200)
     (tmp_path / "run.toml").write_bytes(emit(run_file))

@@ -14,8 +14,8 @@ import pytest
 from live import LEAVE_S, Process, children, tiny_run_file
 from processes import alive, ends
 
-from node.cli_operator import emit
 from protocol.identity import generate, peer_text
+from swarm.run_template import emit
 
 STOPPED = 130
 

@@ -10,10 +10,11 @@ from pathlib import Path
 import pytest
 from click.testing import CliRunner, Result
 
-from node.cli_operator import PRESETS, TEMPLATE, emit, init, operator_commands, preset, summary
+from node.cli_operator import init, operator_commands, summary
 from protocol.errors import UsageError
 from swarm.cost import parameter_counts
 from swarm.run import ModelShape, Noise
+from swarm.run_template import PRESETS, TEMPLATE, emit, preset
 from swarm.runfile import RunFileError, parse
 
 DOCS = Path(__file__).resolve().parent.parent / "docs" / "runfile.md"
@@ -105,9 +106,9 @@ def test_floats_survive() -> None:
 def test_the_command_line_stays_quick() -> None:
     """Neither `--help` nor `init` loads torch; `--help` does not even load numpy."""
     code = (
-        "import sys, node.cli_operator as o\n"
+        "import sys, node.cli_operator, swarm.run_template as template\n"
         "assert not {'torch', 'numpy'} & set(sys.modules)\n"
-        "o.emit(o.preset('tiny', 'x'))\n"
+        "template.emit(template.preset('tiny', 'x'))\n"
         "assert 'torch' not in sys.modules"
     )
     done = subprocess.run([sys.executable, "-c", code], capture_output=True, text=True, check=False)

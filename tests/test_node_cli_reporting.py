@@ -12,10 +12,10 @@ from click.testing import CliRunner, Result
 
 from node import cli_reporting
 from node.cli import cli
-from node.cli_operator import emit, preset
 from node.cli_reporting import find_logs, report
 from protocol.errors import UsageError
 from swarm.events import NodeEvent, RoundEvent, Traffic, to_line
+from swarm.run_template import emit, preset
 
 
 def write_host(folder: Path, peer: str, rounds: int = 3) -> Path:

@@ -19,7 +19,6 @@ from loopback import _no_daemon_left  # noqa: F401
 
 from node import cli_serve
 from node.cli import cli
-from node.cli_operator import emit, preset
 from node.cli_serve import is_address
 from node.model_folder import save_model
 from node.serve_host import check_blocks, new_template, open_folder, versions_kept
@@ -29,6 +28,7 @@ from node.sweep_client import NobodyServes
 from node.sweep_output import Order
 from protocol.errors import BlockswarmError, UsageError
 from protocol.limits import SWEEP_HOPS_MAX
+from swarm.run_template import emit, preset
 from swarm.runfile import parse, run_id, with_start
 
 PEER = "12D3KooWB4TYiYwXED7sAtDgh7FWPKYN3qE48tRWxnTBQadUSChs"

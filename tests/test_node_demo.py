@@ -12,9 +12,9 @@ import pytest
 from processes import comes_true
 
 from node.cli_demo import _report
-from node.cli_operator import emit, preset
 from node.demo import demo_run, swarm_in, take_folder
 from protocol.errors import UsageError
+from swarm.run_template import emit, preset
 
 
 def alive(folder: Path) -> list[str]:

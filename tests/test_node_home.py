@@ -9,9 +9,9 @@ from pathlib import Path
 import pytest
 
 from node import home as homes
-from node.cli_operator import emit, preset
 from protocol.errors import UsageError
 from protocol.identity import Identity, load_or_create, peer_text
+from swarm.run_template import emit, preset
 from swarm.runfile import parse, with_start
 
 TEXT = emit(preset("tiny", "My run"))

@@ -5,6 +5,8 @@ from __future__ import annotations
 import subprocess
 import sys
 
+from node import memory
+
 SCRIPT = """
 import numpy as np
 from node.memory import keep_freed_memory
@@ -20,3 +22,8 @@ def test_a_process_that_keeps_what_it_freed() -> None:
         [sys.executable, "-c", SCRIPT], capture_output=True, text=True, check=True
     )
     assert done.stdout.split() == ["True", "True"]
+
+
+def test_memory_of_this_machine() -> None:
+    found = memory.available_memory_bytes()
+    assert found is None or found > 10**7

@@ -11,7 +11,6 @@ from conftest import MakeModel, MakeRun
 from live import tiny_run_file
 from loopback import _no_daemon_left, daemon_settings, node, run, until  # noqa: F401
 
-from node.cli_operator import emit
 from node.host import Host
 from node.host_settings import HostSettings
 from node.network import NetworkSettings
@@ -24,6 +23,7 @@ from swarm.composition import ComposedModel
 from swarm.fixed_point import Quanta, to_fixed, to_float
 from swarm.flat import flat_weights, initial_flat, load_flat
 from swarm.generate import Sampling, generate
+from swarm.run_template import emit
 from swarm.runfile import run_id, with_start
 
 GREEDY = Sampling(temperature=0.0)

@@ -9,7 +9,6 @@ from typing import Any
 import pytest
 
 from node.addresses import AddressError
-from node.cli_operator import emit, preset
 from node.taking_part import (
     Part,
     check_announce,
@@ -18,6 +17,7 @@ from node.taking_part import (
     say_if_over,
 )
 from protocol.errors import UsageError
+from swarm.run_template import emit, preset
 from swarm.runfile import with_start
 
 TINY = preset("tiny", "tiny")

@@ -18,7 +18,6 @@ from typing import Any, cast
 import pytest
 
 from node import host, workers
-from node.cli_operator import emit, preset
 from node.cli_swarm import join
 from node.fleet import Lookup, _commands, _hosts, blocks_for, saved_block
 from node.gate import Backoff
@@ -37,6 +36,7 @@ from protocol.errors import UsageError, WireError
 from protocol.records import Role
 from swarm.cost import worker_memory_bytes
 from swarm.events import NodeEvent, to_dict
+from swarm.run_template import emit, preset
 from swarm.runfile import with_start
 
 OPTIONS: dict[str, Any] = {

@@ -9,7 +9,6 @@ import numpy as np
 import pytest
 import torch
 
-from node.cli_operator import preset
 from protocol.codec import encode
 from swarm.cost import (
     HEAD_FLOATS,
@@ -22,6 +21,7 @@ from swarm.cost import (
 )
 from swarm.moving_copy import frozen_copy
 from swarm.run import ModelShape, Run, Training
+from swarm.run_template import preset
 from swarm.worker import BlockWorker, initial_block
 
 TINY = preset("tiny", "tiny")

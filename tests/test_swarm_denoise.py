@@ -11,7 +11,6 @@ import pytest
 import torch
 from conftest import MakeModel, MakeRun
 
-from node.cli_operator import emit, preset
 from protocol.errors import UsageError
 from swarm.composition import ComposedModel
 from swarm.cost import block_parameters, parameter_counts
@@ -31,6 +30,7 @@ from swarm.model import Block, NoisyInput, block_of
 from swarm.moving_copy import frozen_copy
 from swarm.noise import target_table
 from swarm.run import Run
+from swarm.run_template import emit, preset
 from swarm.runfile import RunFileError, parse
 from swarm.worker import BlockWorker, initial_block, step_generator
 

@@ -11,12 +11,12 @@ import pytest
 from hypothesis import HealthCheck, given, reject, settings
 from hypothesis import strategies as st
 
-from node.cli_operator import PRESETS, emit, preset
 from protocol.errors import UsageError
 from protocol.frames import content_digest
 from protocol.limits import LOG_ENTRIES_PER_REPLY
 from swarm.log import ConsensusLog, Entry, genesis
 from swarm.run import Coupling, ModelShape, Noise, Objective, Run, Training
+from swarm.run_template import PRESETS, emit, preset
 from swarm.runfile import (
     MAX_LINE_BYTES,
     MAX_SNAPSHOT_EVERY,

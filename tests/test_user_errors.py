@@ -30,7 +30,6 @@ from loopback import _no_daemon_left, daemon_settings, run, tell_the_time  # noq
 import node.daemon as node_daemon
 from node import invitation
 from node.addresses import with_peer
-from node.cli_operator import emit
 from node.daemon import Daemon
 from node.network import Network, NetworkSettings
 from node.p2pd_stream import P2pdStream
@@ -41,6 +40,7 @@ from protocol.identity import Identity, load_or_create
 from protocol.limits import Kind
 from protocol.records import Role
 from protocol.version import PACKAGE_VERSION, PROTOCOL_MAJOR
+from swarm.run_template import emit
 from swarm.runfile import RunFile, run_id, with_start
 
 STRANGER = Identity(b"s" * 32).peer_id

@@ -85,7 +85,7 @@ class SwarmOnBed:
     def _run_file(self, swarm: Swarm) -> Path:
         if swarm.run_file:
             return (self.base / swarm.run_file).resolve()
-        from node.cli_operator import emit, preset
+        from swarm.run_template import emit, preset
 
         path = self.folder / "run.toml"
         path.write_bytes(emit(preset(swarm.preset, self.bed.topology.name)))
