@@ -21,8 +21,8 @@ import torch
 from benchmarks import harness
 from benchmarks.exchange import Diverged, ExchangeRules, ExchangeSwarm
 from benchmarks.exchange_rows import DEFAULT, HeldOut, SmallRow, cpu_minutes, train
-from node.data import benchmark_corpus
-from node.memory import keep_freed_memory
+from node.data.corpus import benchmark_corpus
+from node.machine.memory import keep_freed_memory
 from protocol.limits import PEER_ID_BYTES
 from swarm.aggregate import Rule
 from swarm.feedback import unsent

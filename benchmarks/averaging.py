@@ -4,9 +4,9 @@ Real processes, each with its own p2pd, on loopback. Both systems are up at the 
 turns, so that a slow moment of the machine hits both (8 peers with 100 MB: one after the other, for
 the memory); the first rounds of each are not counted.
 
-    ours        node.replica with node.exchange: announce, pull, vote, judge, aggregate in integers,
-                correct the weights. From the opening of the exchange until the last peer's weights
-                follow. `speedup` and `bytes_ratio` are those of the codec that a swarm uses unless
+    ours        node.replica: announce, pull, vote, judge, aggregate in integers, correct the
+                weights. From the opening of the exchange until the last peer's weights follow.
+                `speedup` and `bytes_ratio` are those of the codec that a swarm uses unless
                 told otherwise, top-k with error feedback; those of int8, whose error after one
                 round is as small as an 8-bit codec's can be, stand beside it as `..._int8`.
     hivemind    DecentralizedAverager. From the start of the all-reduce until the last peer's

@@ -20,7 +20,7 @@ import numpy as np
 import torch
 
 from benchmarks.averaging_swarm import lo_bytes
-from node.memory import keep_freed_memory
+from node.machine.memory import keep_freed_memory
 
 with warnings.catch_warnings():
     warnings.simplefilter("ignore")  # hivemind's import uses what torch calls deprecated

@@ -2,10 +2,10 @@
 
     python -m benchmarks.averaging_peer '{"folder": ..., "index": 0, "peers": 4, ...}'
 
-Everything between a trainer and the wire is the node's own (`node.replica`, `node.exchange`,
-`node.board`, `node.network`, a p2pd). Two things stand in: the trainer is a given vector, and the
-run's clock is set by the benchmark, so that a round begins when it says so and not at the end of a
-period. Each codec is a block of its own, so that one process can take turns between them.
+Everything between a trainer and the wire is the node's own (`node.replica`, `node.network`, a
+p2pd). Two things stand in: the trainer is a given vector, and the run's clock is set by the
+benchmark, so that a round begins when it says so and not at the end of a period. Each codec is a
+block of its own, so that one process can take turns between them.
 
 Speaks JSON lines: an order on stdin, its answer on stdout.
 """
@@ -27,15 +27,15 @@ from typing import Any
 import numpy as np
 
 from benchmarks.averaging_swarm import lo_bytes
-from node.board import ReplicaBoard
-from node.daemon import DaemonSettings
-from node.exchange import ReplicaSettings
-from node.memory import keep_freed_memory
-from node.network import Network, NetworkSettings
-from node.network_peers import NetworkPeers
-from node.replica import Replica
-from node.replica_service import serve_replica
-from node.service import Handler, Reply, Status
+from node.machine.memory import keep_freed_memory
+from node.network.daemon import DaemonSettings
+from node.network.network import Network, NetworkSettings
+from node.network.peers import NetworkPeers
+from node.network.service import Handler, Reply, Status
+from node.replica.board import ReplicaBoard
+from node.replica.exchange import ReplicaSettings
+from node.replica.replica import Replica
+from node.replica.service import serve_replica
 from protocol import messages
 from protocol.frames import Chunks, content_digest
 from protocol.messages import Message

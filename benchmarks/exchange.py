@@ -21,8 +21,8 @@ import numpy.typing as npt
 import torch
 
 from benchmarks.wire_bytes import control_bytes, follow_bytes, pull_bytes
-from node.consensus import TREND_ROUNDS
-from node.windows import WindowStream, stream_seed
+from node.data.windows import WindowStream, stream_seed
+from node.log.consensus import TREND_ROUNDS
 from protocol.errors import BlockswarmError, WireError
 from swarm.aggregate import Rule, aggregate, clip_scale, norm_limit
 from swarm.composition import ComposedModel
@@ -164,7 +164,7 @@ class BlockGroup:
         return lengths
 
     def _encode(self, rest: Ints, number: int, peer_id: bytes) -> tuple[bytes, FixedUpdate]:
-        """As `node.replica.Replica.encode`: no longer than what the others would take."""
+        """As `node.replica.replica.Replica.encode`: no longer than what the others would take."""
         payload, update = self.codec.encode(rest, self.block, number, peer_id)
         limit = None if self.rules.rule is Rule.MEAN else norm_limit(tuple(self.norms))
         scale = SCALE_ONE if limit is None else clip_scale(norm(update), limit)
@@ -300,7 +300,7 @@ class ExchangeSwarm:
                     member.worker.step(windows[:, :-1], windows[:, 1:], upstream, ahead)
 
     def _wanted(self, block: int) -> dict[int, int]:
-        """The version of each block that this one's workers read (`node.copies.Copies.wanted`)."""
+        """The version of each block that its workers read (`node.log.copies.Copies.wanted`)."""
         upstream = upstream_versions(block, self.settled, self.run.training.staggered)
         return {**dict(enumerate(upstream)), block + 1: self.settled}
 

@@ -17,8 +17,8 @@ import numpy.typing as npt
 import torch
 
 from benchmarks.exchange import Diverged, ExchangeSwarm
-from node.data import benchmark_corpus
-from node.windows import evaluation_windows
+from node.data.corpus import benchmark_corpus
+from node.data.windows import evaluation_windows
 from swarm.composition import fit_composition
 from swarm.evaluate import honest_ce
 from swarm.run import ModelShape, Run, Training, usual_learning_rate

@@ -21,7 +21,7 @@ import torch
 from torch.profiler import ProfilerActivity, profile
 
 from benchmarks import harness
-from node.memory import keep_freed_memory
+from node.machine.memory import keep_freed_memory
 from swarm.coupling import followed_blocks
 from swarm.moving_copy import MovingCopy
 from swarm.reference import ReferenceWorker

@@ -20,8 +20,8 @@ import torch
 from benchmarks import harness
 from benchmarks.exchange import ExchangeRules, ExchangeSwarm
 from benchmarks.exchange_rows import DEFAULT, HeldOut, cpu_minutes, run_of
-from node.data import benchmark_corpus
-from node.memory import keep_freed_memory
+from node.data.corpus import benchmark_corpus
+from node.machine.memory import keep_freed_memory
 from swarm.run import ModelShape, Optimizer, Run, Training
 
 SIX_WORKERS = (2, 2, 1, 1)

@@ -2,10 +2,11 @@
 
 On loopback, with the `tiny` preset: a seed that does not train, then a newcomer whose command is
 timed from its start until its first step is heard of. The phases are the newcomer's own marks
-(`node.phases`): python (the interpreter and our command line), libraries (hivemind and torch),
-run_file (p2pd for the question, and the answer), p2pd (its own, and the host's modules), dht,
-block (clocks, and which block), trainer (what is left of the training process' start: it was begun
-first, beside all the others), first_step. Catching up with the consensus goes on beside training.
+(`node.machine.phases`): python (the interpreter and our command line), libraries (hivemind and
+torch), run_file (p2pd for the question, and the answer), p2pd (its own, and the host's modules),
+dht, block (clocks, and which block), trainer (what is left of the training process' start: it was
+begun first, beside all the others), first_step. Catching up with the consensus goes on beside
+training.
 
 Memory: the newcomer's processes together at their peak against what `join` says before it starts.
 Anonymous and shared pages as they are divided among its processes, and file pages as many as the
@@ -29,7 +30,7 @@ from pathlib import Path
 from typing import Any
 
 from benchmarks import harness
-from node.demo import descendants
+from node.commands.demo_swarm import descendants
 from swarm.cost import worker_memory_bytes
 from swarm.run_template import emit, preset
 

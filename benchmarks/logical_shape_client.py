@@ -15,11 +15,11 @@ import time
 from collections.abc import Sequence
 from typing import Any
 
-from node.client import client_network
-from node.event_loop import run_loop
-from node.invitation import fetch_run
-from node.sweep_client import SweepClient
-from node.sweep_output import Order, Output
+from node.machine.event_loop import run_loop
+from node.network.client import client_network
+from node.network.invitation import fetch_run
+from node.serving.client import SweepClient
+from node.serving.output import Order, Output
 from protocol.errors import BlockswarmError
 from protocol.limits import SWEEP_HOP_MAX_S
 from protocol.records import Role

@@ -15,14 +15,14 @@ import torch
 
 from benchmarks.logical_shape_matmul import Ways
 from benchmarks.logical_shape_model import BLOCKS, SHAPES, SPENT, LogicalShape, Spent, shared_block
-from node.cli_serve import until_stopped
-from node.daemon import DaemonSettings
-from node.device import make_deterministic
-from node.event_loop import run_loop
-from node.network import NetworkSettings
-from node.serve_host import ModelFolder, ServeSettings, ServingHost, run_file_of
-from node.serving import BlockServer
-from node.terminal import say
+from node.commands.serve import until_stopped
+from node.console.terminal import say
+from node.machine.device import make_deterministic
+from node.machine.event_loop import run_loop
+from node.network.daemon import DaemonSettings
+from node.network.network import NetworkSettings
+from node.serving.host import ModelFolder, ServeSettings, ServingHost, run_file_of
+from node.serving.server import BlockServer
 from swarm.composition import ComposedModel
 from swarm.model import Block
 from swarm.runfile import run_id

@@ -18,7 +18,7 @@ BUDGET_MAX_S = 3600.0  # in the place of 120: a whole sweep
 
 def lift_limits() -> None:
     """Before anything is imported that has read them."""
-    early = {"protocol.serving", "node.sweep_client", "node.sweep_output"} & set(sys.modules)
+    early = {"protocol.serving", "node.serving.client", "node.serving.output"} & set(sys.modules)
     assert not early, f"{early} have read the limits already"
     from protocol import limits
 

@@ -36,8 +36,8 @@ from typing import Any
 import torch
 
 from benchmarks import harness
-from node.trainer import Trainer
-from node.trainer_process import TrainerSettings
+from node.trainer.process import TrainerSettings
+from node.trainer.trainer import Trainer
 from swarm.reference import ReferenceWorker
 from swarm.run import ModelShape
 from swarm.run_template import emit, preset
@@ -108,10 +108,10 @@ class Probe:
 
 async def live_host(told: dict[str, Any]) -> None:
     """A host; if it is the measured one, the figures of `seconds` after its first rounds."""
-    from node.daemon import DaemonSettings
-    from node.host import Host
-    from node.host_settings import HostSettings
-    from node.network import NetworkSettings
+    from node.host.host import Host
+    from node.host.settings import HostSettings
+    from node.network.daemon import DaemonSettings
+    from node.network.network import NetworkSettings
 
     text, folder = bytes.fromhex(told["run"]), Path(told["folder"])
     daemon = DaemonSettings(folder / "identity", hosts=("127.0.0.1",), map_port=False)
@@ -411,7 +411,7 @@ def figures(rows: harness.Rows) -> harness.Figures:
 
 
 def serve_role(role: str, told: dict[str, Any]) -> None:
-    from node.event_loop import run_loop
+    from node.machine.event_loop import run_loop
 
     if role == "host":
         run_loop(live_host(told))

@@ -17,7 +17,7 @@ from typing import Any
 
 from benchmarks import harness
 from benchmarks.quality_row import EVALUATION_BYTES, Variant, measure
-from node.data import benchmark_corpus
+from node.data.corpus import benchmark_corpus
 from swarm.run import ModelShape, Noise, Run, Training
 
 ADAMW = "AdamW: "  # how the names of rows with another optimizer than the default's begin

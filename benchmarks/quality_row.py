@@ -15,9 +15,9 @@ from typing import Any, Protocol
 import torch
 
 from benchmarks.unfinished import Unfinished
-from node.data import benchmark_corpus
-from node.memory import keep_freed_memory
-from node.windows import WindowStream, evaluation_windows, stream_seed
+from node.data.corpus import benchmark_corpus
+from node.data.windows import WindowStream, evaluation_windows, stream_seed
+from node.machine.memory import keep_freed_memory
 from protocol.errors import DataError
 from swarm.composition import ComposedModel, fit_composition
 from swarm.evaluate import honest_ce, nll_sum, teacher_forced_ce

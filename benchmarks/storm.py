@@ -37,7 +37,7 @@ from benchmarks.wan import namespaces
 from benchmarks.wan.bed import LEAVE_S, Bed
 from benchmarks.wan.processes import START_S, Command
 from benchmarks.wan.runner import PORT, SwarmOnBed
-from node.demo import descendants
+from node.commands.demo_swarm import descendants
 from swarm.run import ModelShape, Run, Training, usual_learning_rate
 from swarm.run_template import emit
 from swarm.runfile import DataRules, ExchangeRules, RoundSchedule, RunFile, scheduled_steps

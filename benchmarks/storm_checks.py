@@ -15,7 +15,7 @@ from dataclasses import dataclass, field
 from pathlib import Path
 
 from benchmarks.three_hosts_events import Event, Logs, rounds
-from node.demo import descendants
+from node.commands.demo_swarm import descendants
 
 HANG_ROUNDS = 3  # a host that is up says something in every round
 AGREE_ROUNDS = 3  # so long after a fault replicas may stand on different digests

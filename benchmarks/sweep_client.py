@@ -16,11 +16,11 @@ import sys
 import time
 from typing import Any
 
-from node.client import client_network
-from node.event_loop import run_loop
-from node.invitation import fetch_run
-from node.sweep_client import SweepClient
-from node.sweep_output import Order, Output
+from node.machine.event_loop import run_loop
+from node.network.client import client_network
+from node.network.invitation import fetch_run
+from node.serving.client import SweepClient
+from node.serving.output import Order, Output
 from protocol.errors import BlockswarmError
 from protocol.records import Role
 from swarm.generate import Sampling

@@ -21,10 +21,10 @@ from safetensors.torch import load_file, save_file
 from torch import Tensor
 
 from benchmarks.harness import ROOT
-from node.data import Corpus, benchmark_corpus
-from node.download import cache_folder
-from node.model_folder import has_model, load_model
-from node.windows import WindowStream, stream_seed
+from node.data.corpus import Corpus, benchmark_corpus
+from node.data.download import cache_folder
+from node.data.windows import WindowStream, stream_seed
+from node.local.model_folder import has_model, load_model
 from swarm.composition import ComposedModel
 from swarm.generate import Sampling
 from swarm.reference import ReferenceWorker

@@ -35,7 +35,7 @@ from benchmarks.three_hosts_swarm import (
     topology_text,
 )
 from benchmarks.wan import namespaces
-from node.data import benchmark_corpus
+from node.data.corpus import benchmark_corpus
 from protocol.errors import BlockswarmError
 from swarm.run import ModelShape, Training
 

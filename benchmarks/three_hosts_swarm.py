@@ -24,7 +24,7 @@ from benchmarks.wan.bed import Bed
 from benchmarks.wan.namespaces import BedFailed
 from benchmarks.wan.processes import Command
 from benchmarks.wan.runner import SwarmOnBed
-from node.data import WIKITEXT2_VARIABLE, Corpus
+from node.data.corpus import WIKITEXT2_VARIABLE, Corpus
 from protocol.errors import BlockswarmError
 from protocol.ledger import LinkModel
 from swarm.run import ModelShape, Run, Training, usual_learning_rate
@@ -243,7 +243,7 @@ def expected_bytes(counted: int, frames: int, estimated: int) -> int:
 
 def start_ce(run: RunFile, corpus: Corpus, evaluate_bytes: int) -> float:
     """Honest CE of the first weights, on the bytes that the assembled model is judged by."""
-    from node.local_training import held_out_batches
+    from node.local.training import held_out_batches
     from swarm.composition import ComposedModel
     from swarm.evaluate import honest_ce
     from swarm.worker import initial_block

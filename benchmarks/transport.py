@@ -36,12 +36,12 @@ from blake3 import blake3
 
 from benchmarks import harness
 from benchmarks.transport_light import light_row
-from node.daemon import DaemonSettings
-from node.hivemind_parts import PeerID
-from node.network import Network, NetworkSettings
-from node.p2pd_stream import P2pdStream
-from node.service import Reply, Status
-from node.transport import Caller, Transport
+from node.network.daemon import DaemonSettings
+from node.network.hivemind_parts import PeerID
+from node.network.network import Network, NetworkSettings
+from node.network.p2pd_stream import P2pdStream
+from node.network.service import Reply, Status
+from node.network.transport import Caller, Transport
 from protocol import messages
 from protocol.frames import Chunks, Deadline, content_digest
 from protocol.ledger import LinkModel

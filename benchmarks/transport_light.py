@@ -77,9 +77,9 @@ def random_parts(size_bytes: int) -> Iterator[memoryview]:
 
 
 async def serve(folder: Path) -> None:
-    from node.daemon import Daemon, DaemonSettings
-    from node.service import Reply, Service
-    from node.transport import Caller, P2pdStream
+    from node.network.daemon import Daemon, DaemonSettings
+    from node.network.service import Reply, Service
+    from node.network.transport import Caller, P2pdStream
     from protocol.identity import load_or_create
     from protocol.ledger import Ledger
 
@@ -111,7 +111,7 @@ async def serve(folder: Path) -> None:
 
 
 async def pull(address: str, size_mb: int, pulls: int) -> dict[str, Any]:
-    from node import light
+    from node.network import light
     from protocol.ledger import Ledger
 
     ledger, seconds, cpu_s = Ledger(), [], []

@@ -13,8 +13,8 @@ from typing import Any
 
 import torch
 
-from node.atomic import remove_file
-from node.tensor_file import DamagedFile, read_tensors, write_tensors
+from node.machine.atomic import remove_file
+from node.machine.tensor_file import DamagedFile, read_tensors, write_tensors
 
 
 @dataclass(frozen=True)

@@ -11,7 +11,7 @@ from __future__ import annotations
 from collections.abc import Sequence
 from functools import cache
 
-from node.follow import DONORS_ASKED
+from node.log.follow import DONORS_ASKED
 from protocol import identity, messages, payloads, records
 from protocol.frames import encode_head
 from protocol.limits import DIGEST_BYTES, PIN_BYTES

@@ -13,19 +13,19 @@ from contextlib import suppress
 
 import click
 
-from node import own_packages  # noqa: F401 (importing it is a check, so it comes first)
-from node.cli_assemble import assemble_commands
-from node.cli_demo import demo_commands
-from node.cli_doctor import doctor_commands
-from node.cli_gateway import gateway_commands
-from node.cli_light import light_commands
-from node.cli_local import local_commands
-from node.cli_operator import operator_commands
-from node.cli_reporting import report_commands
-from node.cli_serve import serve_commands
-from node.cli_swarm import swarm_commands
-from node.terminal import show_error
-from node.whole_import import guard_torch
+from node.commands.assemble import assemble_commands
+from node.commands.demo import demo_commands
+from node.commands.doctor import doctor_commands
+from node.commands.gateway import gateway_commands
+from node.commands.init import operator_commands
+from node.commands.light import light_commands
+from node.commands.local import local_commands
+from node.commands.report import report_commands
+from node.commands.serve import serve_commands
+from node.commands.swarm import swarm_commands
+from node.console.terminal import show_error
+from node.machine import own_packages  # noqa: F401 (importing it is a check, so it comes first)
+from node.machine.whole_import import guard_torch
 from protocol.errors import BlockswarmError, UsageError
 from protocol.version import PACKAGE_VERSION, PROTOCOL_MAJOR, PROTOCOL_MINOR
 

@@ -10,9 +10,9 @@ from typing import Any, TypeVar
 
 import numpy as np
 
-from node.consensus import Consensus
-from node.exchange import ReplicaSettings
-from node.replica_service import serve_replica
+from node.log.consensus import Consensus
+from node.replica.exchange import ReplicaSettings
+from node.replica.service import serve_replica
 from protocol.errors import WireError
 from protocol.frames import Oversize, Stalled, content_digest
 from protocol.identity import Identity, load_or_create, peer_text

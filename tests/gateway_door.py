@@ -15,9 +15,9 @@ from loopback import node, until, until_async
 from openai import AsyncOpenAI
 from serving_swarm import Swarm
 
-from node.gateway import Gateway, GatewaySettings
-from node.gateway_outputs import Plan
-from node.sweep_client import SweepClient
+from node.gateway.outputs import Plan
+from node.gateway.server import Gateway, GatewaySettings
+from node.serving.client import SweepClient
 from swarm.composition import ComposedModel
 
 EXACT, BYTEWISE = Plan("exact", 1, 6), Plan("autoregressive", 1, 0)

@@ -10,7 +10,7 @@ import sys
 
 import numpy as np
 
-from node.replica import Replica
+from node.replica.replica import Replica
 from protocol.limits import PEER_ID_BYTES
 from swarm.feedback import Unsent
 from swarm.fixed_point import QUANTUM_BITS, FixedUpdate
@@ -106,8 +106,8 @@ def liar(lie: Lie) -> type[Liar]:
 
 
 if __name__ == "__main__":
-    from node.block_work import BlockWork
     from node.cli import main
+    from node.host.block_work import BlockWork
 
     BlockWork.replica_type = liar(Lie(sys.argv.pop(1)))
     main()

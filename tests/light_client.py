@@ -33,7 +33,7 @@ sys.meta_path.insert(0, Absent())
 
 def run_command() -> None:
     from node import cli
-    from node.cli_light import light_commands
+    from node.commands.light import light_commands
 
     for command in light_commands:
         cli.cli.add_command(command)
@@ -41,7 +41,7 @@ def run_command() -> None:
 
 
 def answer_lines() -> None:
-    from node.cli_light import light_survey, survey_facts
+    from node.commands.light import light_survey, survey_facts
     from protocol.errors import BlockswarmError
 
     for line in sys.stdin:
@@ -72,8 +72,8 @@ def several(address: str) -> list[int]:
     """Three surveys at once on one connection, beside a stream that is dropped in the middle."""
     import trio
 
-    from node import light
-    from node.cli_light import survey
+    from node.commands.light import survey
+    from node.network import light
     from protocol.frames import Deadline, Stalled
     from protocol.messages import Hello, send
 
@@ -113,7 +113,7 @@ def flood(how: str) -> None:
     from libp2p.protocol_muxer.multiselect_communicator import MultiselectCommunicator
     from libp2p.security.noise.transport import Transport
 
-    from node import light
+    from node.network import light
     from protocol.frames import Deadline
     from protocol.identity import peer_id_of
 

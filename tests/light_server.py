@@ -18,9 +18,9 @@ from collections.abc import Awaitable, Callable
 from pathlib import Path
 from typing import Any
 
-from node.daemon import Daemon, DaemonSettings
-from node.service import Service, Status, serve_basics
-from node.transport import Caller, P2pdStream
+from node.network.daemon import Daemon, DaemonSettings
+from node.network.service import Service, Status, serve_basics
+from node.network.transport import Caller, P2pdStream
 from protocol import frames, messages
 from protocol.frames import Channel, Deadline, Truncated, content_digest
 from protocol.identity import Identity, generate, load_or_create

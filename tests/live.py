@@ -20,7 +20,7 @@ from dataclasses import replace
 from pathlib import Path
 from typing import Any, TypeVar
 
-from node.child_process import leave_with_parent
+from node.machine.child_process import leave_with_parent
 from swarm.run import ModelShape
 from swarm.run_template import emit, preset
 from swarm.runfile import ExchangeRules, RoundSchedule, RunFile, scheduled_steps

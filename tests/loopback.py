@@ -14,10 +14,10 @@ import pytest
 import uvloop
 from processes import comes_true
 
-from node.daemon import DaemonSettings
-from node.gate import Backoff, Gate
-from node.network import Network, NetworkSettings
-from node.service import Reply, Status
+from node.network.daemon import DaemonSettings
+from node.network.gate import Backoff, Gate
+from node.network.network import Network, NetworkSettings
+from node.network.service import Reply, Status
 from protocol import messages
 from protocol.frames import content_digest
 from protocol.records import Role

@@ -11,7 +11,7 @@ sys.path.insert(0, str(Path(__file__).resolve().parent.parent))
 
 from loopback import node, run
 
-from node.service import Reply
+from node.network.service import Reply
 from protocol import messages
 from protocol.frames import Chunks
 from protocol.limits import CHUNK_BYTES

@@ -15,12 +15,12 @@ import numpy as np
 from chains import no_records
 from virtual_time import run_virtually
 
-from node.canary import CanaryWatch
-from node.exchange import ReplicaSettings
-from node.replica import Replica
-from node.replica_service import serve_replica
-from node.service import Reply
-from node.trainer import TrainerError
+from node.network.service import Reply
+from node.replica.canary import CanaryWatch
+from node.replica.exchange import ReplicaSettings
+from node.replica.replica import Replica
+from node.replica.service import serve_replica
+from node.trainer.trainer import TrainerError
 from protocol.frames import Oversize, Stalled, content_digest
 from protocol.identity import Identity, load_or_create
 from protocol.messages import Message

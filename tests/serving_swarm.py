@@ -10,11 +10,11 @@ from typing import Any
 
 from loopback import node, until
 
-from node.network import Network
-from node.serve_host import serve_weights
-from node.serving import BlockServer
-from node.sweep_client import SweepClient
-from node.sweep_output import Figures, Order, Output
+from node.network.network import Network
+from node.serving.client import SweepClient
+from node.serving.host import serve_weights
+from node.serving.output import Figures, Order, Output
+from node.serving.server import BlockServer
 from protocol.records import Record, Role
 from swarm.composition import ComposedModel
 from swarm.flat import flat_weights

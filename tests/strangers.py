@@ -8,7 +8,7 @@ from typing import Any
 
 from loopback import RUN_ID
 
-from node.standing import Standings
+from node.network.standing import Standings
 from protocol.identity import Identity, generate
 from protocol.records import Record, Role, SignedRecord, seal
 from swarm.log import ConsensusLog, Contribution, Entry, genesis

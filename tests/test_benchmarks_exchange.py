@@ -12,7 +12,7 @@ import pytest
 from benchmarks import attacks, gb_per_nat, gb_per_nat_table, lateness, wire_bytes
 from benchmarks.exchange import BlockGroup, Diverged, ExchangeRules, ExchangeSwarm
 from benchmarks.exchange_rows import run_of
-from node.replica import Replica
+from node.replica.replica import Replica
 from protocol.limits import DIGEST_BYTES
 from protocol.messages import AnnounceReply
 from swarm.aggregate import Rule

@@ -13,7 +13,7 @@ import torch
 
 from benchmarks import harness, quality, quality_row, quality_table
 from benchmarks.unfinished import Unfinished
-from node.data import Corpus
+from node.data.corpus import Corpus
 from protocol.errors import DataError
 
 TINY = {"width": 32, "heads": 2, "context": 32, "batch": 4, "steps": 24, "steps_per_round": 5}

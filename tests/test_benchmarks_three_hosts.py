@@ -22,7 +22,7 @@ from benchmarks.wan import topology
 from benchmarks.wan.bed import Bed
 from benchmarks.wan.processes import START_S
 from benchmarks.wan.runner import SwarmOnBed
-from node.data import load_corpus
+from node.data.corpus import load_corpus
 from swarm.run_template import emit
 from swarm.runfile import parse
 

@@ -254,7 +254,7 @@ def test_code_out_of_data_is_caught(source: str) -> None:
         "import numpy as np\nnp.load('x', mmap_mode='r', allow_pickle=False)",
         "import numpy as np\nnp.save('x', data)",
         "import yaml\nyaml.safe_load(text)",
-        "from node.tensor_file import load\nload('x')",
+        "from node.machine.tensor_file import load\nload('x')",
     ],
 )
 def test_safe_ways_are_allowed(source: str) -> None:

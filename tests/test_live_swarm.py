@@ -138,7 +138,7 @@ def test_a_host_alone_trains_on_whatever_dies_under_it(tmp_path: Path) -> None:
 
 def saved_round(folder: Path) -> int:
     """The round of the last complete state in a folder; -2 if there is none."""
-    from node.host_state import StateFolder
+    from node.host.state import StateFolder
 
     try:
         run = bytes.fromhex(json.loads((folder / "state.json").read_text())["run"])

@@ -21,9 +21,9 @@ import torch
 from command_line import Cli, Result, run_command
 from safetensors.torch import load_file, save_file
 
-import node.cli_local
-import node.tensor_file
-from node.local_training import CHECKPOINT
+import node.commands.local
+import node.machine.tensor_file
+from node.local.training import CHECKPOINT
 from protocol.version import PACKAGE_VERSION
 
 SHAPE = "--blocks 2 --layers 1 --width 16 --heads 2 --context 16 --batch 2".split()  # noqa: SIM905
@@ -370,7 +370,7 @@ def test_a_full_disk_ends_the_run_and_keeps_what_was_saved(
     cli: Cli, text: Path, tmp_path: Path, monkeypatch: pytest.MonkeyPatch
 ) -> None:
     writes: list[Path] = []
-    save = node.tensor_file.save_file
+    save = node.machine.tensor_file.save_file
 
     def full_after_two(tensors: Any, path: Path, metadata: Any) -> None:
         writes.append(path)
@@ -378,7 +378,7 @@ def test_a_full_disk_ends_the_run_and_keeps_what_was_saved(
             raise OSError(errno.ENOSPC, "No space left on device")
         save(tensors, path, metadata)
 
-    monkeypatch.setattr(node.tensor_file, "save_file", full_after_two)
+    monkeypatch.setattr(node.machine.tensor_file, "save_file", full_after_two)
     folder = tmp_path / "m"
     command = ("train", "-o", folder, "--data", text, "--steps", 20, "--save-every", 0, *TINY)
     result = cli(*command)
@@ -390,7 +390,7 @@ def test_a_full_disk_ends_the_run_and_keeps_what_was_saved(
 
 
 def test_two_trainings_in_one_folder(cli: Cli, text: Path, tmp_path: Path) -> None:
-    from node.atomic import hold_folder
+    from node.machine.atomic import hold_folder
 
     with hold_folder(tmp_path / "m"):
         refused(

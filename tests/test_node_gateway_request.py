@@ -10,8 +10,8 @@ import pytest
 from hypothesis import given
 from hypothesis import strategies as st
 
-from node.gateway_request import DEFAULT_LENGTH, ApiError, Limits, Wanted, parse_request
-from node.gateway_text import TextStream
+from node.gateway.request import DEFAULT_LENGTH, ApiError, Limits, Wanted, parse_request
+from node.gateway.text import TextStream
 from swarm.generate import Sampling
 
 LIMITS = Limits(prompt_bytes=100, length=200, outputs=6)

@@ -13,7 +13,7 @@ from gateway_door import BYTEWISE, KEY, LIMIT_S, LONG, PATIENT_S, door, lonely_d
 from loopback import _no_daemon_left, run, until  # noqa: F401
 from serving_swarm import swarm
 
-from node.gateway_request import Limits
+from node.gateway.request import Limits
 from protocol.errors import UsageError
 from swarm.composition import ComposedModel
 

@@ -6,7 +6,7 @@ from pathlib import Path
 
 from chains import Chain, identity
 
-from node.host_events import EventWriter
+from node.host.events import EventWriter
 from protocol.frames import Tally
 from protocol.ledger import Ledger
 from protocol.messages import Purpose

@@ -13,10 +13,10 @@ import numpy as np
 import pytest
 from chains import CODEC, EVERY, RUN, Chain, identity
 
-from node.atomic import StorageError
-from node.host_state import CURRENT, DamagedState, StateError, StateFolder
-from node.own_updates import OwnUpdate, OwnUpdates
-from node.running_weights import Moment
+from node.host.state import CURRENT, DamagedState, StateError, StateFolder
+from node.machine.atomic import StorageError
+from node.replica.own_updates import OwnUpdate, OwnUpdates
+from node.replica.running_weights import Moment
 from protocol.errors import WireError
 from protocol.identity import peer_text
 from swarm.updates import update_digest

@@ -9,8 +9,8 @@ import pytest
 import torch
 from conftest import MakeRun
 
-from node import local_memory
-from node.local_memory import (
+from node.local import memory as local_memory
+from node.local.memory import (
     free_memory_bytes,
     is_out_of_memory,
     memory_errors_told,

@@ -14,13 +14,13 @@ import pytest
 import torch
 from safetensors.torch import load_file, save_file
 
-import node.local_training
-import node.tensor_file
-from node.atomic import StorageError
-from node.data import Corpus, load_corpus
-from node.local_training import CHECKPOINT, LocalTraining, cut_off_run
-from node.model_folder import load_model, read_manifest
-from node.progress import Progress
+import node.local.training
+import node.machine.tensor_file
+from node.console.progress import Progress
+from node.data.corpus import Corpus, load_corpus
+from node.local.model_folder import load_model, read_manifest
+from node.local.training import CHECKPOINT, LocalTraining, cut_off_run
+from node.machine.atomic import StorageError
 from protocol.errors import LeakError, ModelError, UsageError
 from swarm.evaluate import Evaluation
 from swarm.local import LocalSwarm
@@ -133,7 +133,7 @@ def test_each_split_is_used_for_its_own_purpose(
     """Trained on train; fitted, watched and adapted on valid; reported on test."""
     used: dict[str, list[torch.Tensor]] = {"steps": [], "fit": [], "sigmas": [], "ce": []}
     step, adapt = LocalSwarm.step, LocalSwarm.adapt_sigmas
-    fit, ce = node.local_training.fit_composition, node.local_training.honest_ce
+    fit, ce = node.local.training.fit_composition, node.local.training.honest_ce
 
     def stepped(self: LocalSwarm, x: torch.Tensor, y: torch.Tensor) -> Any:
         used["steps"] += [x, y]
@@ -153,8 +153,8 @@ def test_each_split_is_used_for_its_own_purpose(
 
     monkeypatch.setattr(LocalSwarm, "step", stepped)
     monkeypatch.setattr(LocalSwarm, "adapt_sigmas", adapted)
-    monkeypatch.setattr(node.local_training, "fit_composition", fitted)
-    monkeypatch.setattr(node.local_training, "honest_ce", measured)
+    monkeypatch.setattr(node.local.training, "fit_composition", fitted)
+    monkeypatch.setattr(node.local.training, "honest_ce", measured)
     train(replace(RUN, noise=Noise(adaptive=adaptive)), lettered, tmp_path / "m")
     assert len(used["steps"]) == 2 * RUN.training.steps
     assert only_from("train", *used["steps"])
@@ -195,7 +195,7 @@ def test_full_disk_keeps_the_earlier_checkpoint(
         raise OSError(errno.ENOSPC, "No space left on device")
 
     with monkeypatch.context() as patched:
-        patched.setattr(node.tensor_file, "save_file", full)
+        patched.setattr(node.machine.tensor_file, "save_file", full)
         with pytest.raises(StorageError, match="the disk is full"):
             train(RUN, corpus, folder, stop_after(3), resume=True)
     assert (folder / CHECKPOINT).read_bytes() == kept

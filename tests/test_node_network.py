@@ -21,8 +21,8 @@ from loopback import (  # noqa: F401
 )
 
 # isort: split
-from node.network import Network, NetworkSettings
-from node.service import Status
+from node.network.network import Network, NetworkSettings
+from node.network.service import Status
 from protocol import messages
 from protocol.identity import generate, load_or_create
 from protocol.records import Role

@@ -12,7 +12,7 @@ import numpy as np
 import pytest
 from replica_swarm import QUANTUM, RUN, SIZE, Swarm, run, same_head
 
-from node.running_weights import Moment
+from node.replica.running_weights import Moment
 from protocol import messages
 from protocol.frames import Refused
 from protocol.messages import Message

@@ -9,8 +9,8 @@ from typing import Any, cast
 import numpy as np
 import pytest
 
-from node.consensus import Pin, Snapshot
-from node.replica_service import _Answers
+from node.log.consensus import Pin, Snapshot
+from node.replica.service import _Answers
 
 
 class SlowConsensus:

@@ -10,7 +10,7 @@ import pytest
 from liar import Lie, liar
 from replica_swarm import SIZE, Swarm, run, same_head
 
-from node.exchange import Held
+from node.replica.exchange import Held
 from protocol.errors import WireError
 from protocol.frames import content_digest
 from swarm import actions as act

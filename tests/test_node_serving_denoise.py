@@ -18,10 +18,10 @@ from loopback import _no_daemon_left, run  # noqa: F401
 from serving_swarm import GREEDY, idle, local, swarm, written
 
 from node.cli import cli
-from node.model_folder import save_model
-from node.serve_host import open_folder, serve_weights
-from node.sweep_compute import compute_joint, outcome_of, parcel_of
-from node.sweep_output import Order, Output
+from node.local.model_folder import save_model
+from node.serving.compute import compute_joint, outcome_of, parcel_of
+from node.serving.host import open_folder, serve_weights
+from node.serving.output import Order, Output
 from protocol.errors import UsageError
 from protocol.frames import Refused
 from protocol.identity import peer_id_of
@@ -192,7 +192,7 @@ def test_a_host_that_sends_garbage_is_gone_around(
     tmp_path: Path, model: ComposedModel, monkeypatch: pytest.MonkeyPatch
 ) -> None:
     """NaN in z: the next host refuses it and says who sent it, and another replica is asked."""
-    from node import sweep_carry
+    from node.serving import carry as sweep_carry
 
     async def main() -> None:
         async with swarm(tmp_path, model, "abcd") as s:

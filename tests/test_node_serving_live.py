@@ -1,6 +1,6 @@
 """Serving by real processes: hosts with model folders, also after kill -9.
 
-A swarm that trains answers in `test_node_cli_assemble`, which has one.
+A swarm that trains answers in `test_node_commands_assemble`, which has one.
 """
 
 from __future__ import annotations
@@ -19,11 +19,11 @@ import torch
 from conftest import MakeModel, MakeRun
 from loopback import _no_daemon_left, run  # noqa: F401
 
-from node.client import client_network
-from node.invitation import fetch_run
-from node.model_folder import load_model, save_model
-from node.sweep_client import SweepClient
-from node.sweep_output import Figures, Order, Output
+from node.local.model_folder import load_model, save_model
+from node.network.client import client_network
+from node.network.invitation import fetch_run
+from node.serving.client import SweepClient
+from node.serving.output import Figures, Order, Output
 from protocol.identity import peer_from_text
 from protocol.records import Role
 from swarm.composition import ComposedModel

@@ -16,9 +16,9 @@ import numpy as np
 import pytest
 from safetensors.numpy import load_file
 
-from node.data import load_corpus
-from node.trainer import Trainer, TrainerError
-from node.trainer_process import TrainerSettings
+from node.data.corpus import load_corpus
+from node.trainer.process import TrainerSettings
+from node.trainer.trainer import Trainer, TrainerError
 from swarm.fixed_point import to_fixed
 from swarm.flat import Change, initial_flat
 from swarm.run import ModelShape, Noise, Run, Training

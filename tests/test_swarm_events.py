@@ -122,7 +122,7 @@ def test_every_event_that_hosts_write_is_in_the_list() -> None:
     """And so in the documents: whatever stands in the source as the `what` of an event."""
     place = {"_note": 0, "note": 0, "tell": 0, "NodeEvent": 2}
     found: set[object] = set()
-    for path in (Path(__file__).parent.parent / "node").glob("*.py"):
+    for path in (Path(__file__).parent.parent / "node").rglob("*.py"):
         for call in ast.walk(ast.parse(path.read_text())):
             if not isinstance(call, ast.Call):
                 continue

@@ -27,14 +27,14 @@ from command_line import Cli, Result, run_command
 from live import Process, tiny_run_file
 from loopback import _no_daemon_left, daemon_settings, run, tell_the_time  # noqa: F401
 
-import node.daemon as node_daemon
-from node import invitation
-from node.addresses import with_peer
-from node.daemon import Daemon
-from node.network import Network, NetworkSettings
-from node.p2pd_stream import P2pdStream
-from node.service import Status
-from node.transport import Caller
+import node.network.daemon as node_daemon
+from node.network import invitation
+from node.network.addresses import with_peer
+from node.network.daemon import Daemon
+from node.network.network import Network, NetworkSettings
+from node.network.p2pd_stream import P2pdStream
+from node.network.service import Status
+from node.network.transport import Caller
 from protocol.frames import encode_head
 from protocol.identity import Identity, load_or_create
 from protocol.limits import Kind

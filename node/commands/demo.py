@@ -1,0 +1,104 @@
+"""The `demo` command: a whole swarm on this machine in a few minutes, and what came out of it."""
+
+from __future__ import annotations
+
+from pathlib import Path
+from typing import TYPE_CHECKING, Any
+
+import click
+
+from node.console.results import print_json
+from node.console.terminal import say
+
+if TYPE_CHECKING:
+    from swarm.runfile import RunFile
+
+
+@click.command(short_help="A real swarm on this machine, to an assembled model.")
+@click.option(
+    "-o",
+    "--out",
+    type=click.Path(path_type=Path),
+    default=Path("runs/demo"),
+    show_default=True,
+    help="Folder for the hosts, the model and the report; what is there is replaced.",
+)
+@click.option(
+    "--rounds",
+    type=click.IntRange(4, 1000),
+    default=24,
+    show_default=True,
+    help="Rounds of 6 seconds to train for.",
+)
+@click.option("--json", "as_json", is_flag=True, help="One JSON object on stdout.")
+def demo(out: Path, rounds: int, as_json: bool) -> None:
+    """Start a seed and six workers on four blocks, train, exchange, assemble, let it write.
+
+    Every worker is a process of its own with its own p2pd, as on seven machines. Half way one is
+    killed and another joins. Takes under 4 minutes on 2 cores; nothing is left running.
+    """
+    from node.commands.demo_swarm import demo_run, run_demo
+    from node.local.jobs import load_composed, write_text
+    from node.machine.device import make_deterministic
+    from swarm.generate import Sampling
+
+    run = demo_run(rounds)
+    found = run_demo(out, say, run)
+    make_deterministic(1)
+    composed = load_composed(Path(found["model"]), (), {"device": "cpu", "threads": 1})
+    written = write_text(composed, "def ", 200, Sampling(), None)
+    found["text"] = written["prompt"] + written["text"]
+    found["ce_before_nats"] = _ce_before(run)
+    found["report"] = str(_report(out))
+    if as_json:
+        print_json(found)
+    else:
+        _print(found)
+
+
+demo_commands = (demo,)
+
+
+def _report(out: Path) -> Path:
+    """The report of the hosts' event logs, as `blockswarm report` would make it."""
+    from node.commands.report import load_run
+    from node.report.html import page
+    from node.report.logs import Budget
+
+    path = out / "report.html"
+    html = page([load_run(out / "hosts", "demo", Budget())])
+    path.write_text(html, encoding="utf-8", errors="replace")
+    return path
+
+
+def _ce_before(run: RunFile) -> float:
+    """CE of the run's first weights, on the text that the assembly is judged by."""
+    from node.commands.demo_swarm import EVALUATION_BYTES
+    from node.data.corpus import load_corpus
+    from node.local.training import held_out_batches
+    from swarm.composition import ComposedModel
+    from swarm.evaluate import honest_ce
+    from swarm.worker import initial_block
+
+    blocks = [initial_block(run.run, index) for index in range(run.run.model.blocks)]
+    corpus = load_corpus(run.data.spec)
+    batches = held_out_batches(corpus, "test", run.run.model.context, EVALUATION_BYTES)
+    return honest_ce(ComposedModel(run.run, blocks), batches).ce_nats
+
+
+def _print(found: dict[str, Any]) -> None:
+    assembled = found["assembled"]
+    before, after = found["ce_before_nats"], assembled["ce_nats"]
+    gained = before - after
+    moved = found["bytes_moved"]
+    print(f"\nCE {before:.3f} -> {after:.3f} nats per byte (assembled, honest, held-out text)")
+    for index, ce in enumerate(assembled["block_ce_nats"]):
+        print(f"  block {index} alone  " + ("left out" if ce is None else f"{ce:.3f}"))
+    print(f"moved {moved / 1e6:.2f} MB among {found['workers']} hosts, every frame counted once")
+    for purpose, count in sorted(found["bytes_by_purpose"].items(), key=lambda item: -item[1]):
+        print(f"  {purpose:<10} {count / 1e6:8.3f} MB")
+    if gained > 0:
+        print(f"GB per nat: {moved / 1e9 / gained:.5f}")
+    print(f"updates included: {found['updates_included']} of {found['updates_sent']}")
+    print(f"{found['seconds']:.0f} seconds; model {found['model']}, report {found['report']}")
+    print(f"\na text it wrote:\n{found['text']}")

@@ -1,0 +1,92 @@
+"""Commands for who starts a swarm: `init` writes the run file.
+
+Decides what is said about a new run's cost. The presets and the file's words are
+`swarm.run_template`'s; what a run file may say is decided in `swarm.runfile`.
+"""
+
+from __future__ import annotations
+
+import shlex
+from pathlib import Path
+from typing import TYPE_CHECKING
+
+import click
+
+from protocol.errors import UsageError
+from swarm.run_template import PRESETS, emit, preset
+
+if TYPE_CHECKING:
+    from swarm.runfile import RunFile
+
+
+@click.command(short_help="Write a run file to start a swarm with.")
+@click.argument("path", type=click.Path(path_type=Path, dir_okay=False), default="run.toml")
+@click.option(
+    "--preset",
+    "preset_name",
+    type=click.Choice(PRESETS),
+    default="tiny",
+    show_default=True,
+    help="tiny: a laptop, minutes. small: 52M parameters, a day. large: 307M, GPUs, a week.",
+)
+@click.option("--name", default=None, help="What people call the run (default: the preset's).")
+@click.option(
+    "--seed",
+    type=click.IntRange(0, 2**32 - 1),
+    default=0,
+    show_default=True,
+    help="Of the first weights, the targets and the noise.",
+)
+@click.option("--force", is_flag=True, help="Replace the file that is there.")
+def init(path: Path, preset_name: str, name: str | None, seed: int, force: bool) -> None:
+    """Write a commented run file: model, data, rounds and rules of a new swarm.
+
+    \b
+      blockswarm init                             run.toml, preset tiny
+      blockswarm init big.toml --preset large     another file, another preset
+
+    PATH is the file to write (default: run.toml). It says what the run will cost a host. Edit it
+    as you like, then start the swarm with `blockswarm seed PATH`.
+    """
+    from node.machine.atomic import write_atomically
+
+    runfile = preset(preset_name, name or preset_name, seed)
+    shown = shlex.quote(str(path))
+    if path.exists() and not force:
+        raise UsageError(
+            f"{path} exists already",
+            f"blockswarm seed {shown} starts it; blockswarm init {shown} --force replaces it",
+        )
+    text = emit(runfile)
+
+    def write(half: Path) -> None:
+        half.write_bytes(text)
+
+    write_atomically(path, write)
+    print(f"wrote {path}: {summary(runfile)}")
+    print(f"read it, change what you like, then: blockswarm seed {shown}")
+
+
+def summary(runfile: RunFile) -> str:
+    """The run, and what it costs a host, in one line."""
+    from swarm.cost import block_parameters, expected_gb_per_day, worker_memory_bytes
+
+    shape, rounds = runfile.run.model, runfile.rounds
+    total = sum(block_parameters(runfile.run))
+    hosts = runfile.exchange.min_replicas
+    return (
+        f"{total / 1e6:.1f} million parameters in {shape.blocks} blocks, {rounds.count} rounds of "
+        f"{rounds.period_s:g} s, {_duration(rounds.count * rounds.period_s)} in all. A host needs "
+        f"up to {worker_memory_bytes(runfile) / 1e9:.1f} GB of memory; with {hosts} hosts on each "
+        f"block it moves up to {expected_gb_per_day(runfile, hosts):.1f} GB per day, both ways"
+    )
+
+
+def _duration(seconds: float) -> str:
+    for unit, size in (("days", 86400.0), ("hours", 3600.0)):
+        if seconds >= 2 * size:
+            return f"{seconds / size:.0f} {unit}"
+    return f"{seconds / 60:.0f} minutes"
+
+
+operator_commands = (init,)

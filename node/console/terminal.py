@@ -1,0 +1,263 @@
+"""What a person sees: progress that moves on a terminal and is plain lines elsewhere, and errors.
+
+Progress and errors go to standard error, results to standard output, so that a result can be piped.
+Knows nothing of torch; rich is imported only where there is a terminal to draw on.
+"""
+
+from __future__ import annotations
+
+import codecs
+import os
+import signal
+import sys
+import time
+from collections.abc import Callable, Iterator
+from contextlib import contextmanager
+from threading import RLock
+from types import FrameType
+from typing import TYPE_CHECKING, Any
+
+from node.console.progress import Progress
+from protocol.errors import BlockswarmError
+
+if TYPE_CHECKING:
+    from rich.progress import Progress as Bar
+
+PLAIN_LINE_EVERY_S = 5.0
+CLEAR_REST = "\x1b[K"  # of the line
+
+
+def show_error(error: BlockswarmError, default_hint: str = "") -> None:
+    """One line for what happened, one for what to do."""
+    say(f"error: {one_line(error.message)}")
+    hint = error.hint or default_hint
+    if hint:
+        say(f"  try: {one_line(hint)}")
+
+
+def say(line: str) -> None:
+    """A remark beside the result; above the live line if there is one."""
+    if _live is not None:
+        _live.above(line)
+    else:
+        print(line, file=sys.stderr, flush=True)
+
+
+def one_line(text: str, collapse: bool = True) -> str:
+    """Names of files are in messages, and a name can hold anything."""
+    text = " ".join(text.split()) if collapse else text
+    return "".join(c if c.isprintable() else "�" for c in text)
+
+
+def format_rate(bytes_per_s: float) -> str:
+    for unit, size in (("MB/s", 1e6), ("kB/s", 1e3)):
+        if bytes_per_s >= size:
+            return f"{bytes_per_s / size:.1f} {unit}"
+    return f"{bytes_per_s:.0f} B/s"
+
+
+def format_left(seconds: float) -> str:
+    minutes, rest = divmod(round(seconds), 60)
+    hours, minutes = divmod(minutes, 60)
+    if hours:
+        return f"{hours} h {minutes:02d} min left"
+    return f"{minutes} min {rest:02d} s left" if minutes else f"{rest} s left"
+
+
+def on_terminal() -> bool:
+    return sys.stderr.isatty() and os.environ.get("TERM") != "dumb"
+
+
+class LiveLine:
+    """The last line of a terminal, written anew again and again; remarks appear above it.
+
+    One at a time. It never wraps: a line that has wrapped cannot be taken back. `draw` is given
+    the width that there is. Lines that are longer than the terminal may stand above it, whole.
+    """
+
+    def __init__(self, draw: Callable[[int], str]) -> None:
+        self.draw = draw
+        self._stream = sys.stderr
+        self._lock = RLock()  # a signal or a thread may say something in the middle of it
+
+    def refresh(self) -> None:
+        with self._lock:
+            self._stream.write(f"\r{self._line()}{CLEAR_REST}")
+            self._stream.flush()
+
+    def above(self, line: str) -> None:
+        with self._lock:
+            self._stream.write(f"\r{CLEAR_REST}{line}\n{self._line()}{CLEAR_REST}")
+            self._stream.flush()
+
+    def _line(self) -> str:
+        try:
+            columns = os.get_terminal_size(self._stream.fileno()).columns
+        except (OSError, ValueError):
+            columns = 0
+        return self.draw(max(10, (columns or 80) - 1))  # 0: a terminal that does not know
+
+    def __enter__(self) -> LiveLine:
+        global _live
+        _live = self
+        self.refresh()
+        return self
+
+    def __exit__(self, *_: object) -> None:
+        global _live
+        _live = None
+        self._stream.write(f"\r{CLEAR_REST}")
+        self._stream.flush()
+
+
+_live: LiveLine | None = None
+
+
+class TrainingDisplay:
+    """A progress bar on a terminal; a line every few seconds in a log."""
+
+    def __init__(self) -> None:
+        self.bar = _new_bar("training", "{task.completed}/{task.total}") if on_terminal() else None
+        self.task = self.bar.add_task("", total=None, state="") if self.bar else None
+        self.last_line_s = -PLAIN_LINE_EVERY_S
+
+    def __call__(self, progress: Progress) -> None:
+        ce = "" if progress.valid_ce_nats is None else f"CE {progress.valid_ce_nats:.3f}  "
+        over = progress.step == progress.steps
+        left = "measuring the result" if over else format_left(progress.left_s)
+        state = f"{ce}loss {progress.loss_nats:.3f}  {format_rate(progress.bytes_per_s)}  {left}"
+        if self.bar is not None and self.task is not None:
+            self.bar.update(self.task, completed=progress.step, total=progress.steps, state=state)
+            return
+        now = time.monotonic()
+        if now - self.last_line_s >= PLAIN_LINE_EVERY_S or over:
+            self.last_line_s = now
+            say(f"step {progress.step}/{progress.steps}  {state}")
+
+    def __enter__(self) -> TrainingDisplay:
+        if self.bar is not None:
+            self.bar.start()
+        return self
+
+    def __exit__(self, *_: object) -> None:
+        if self.bar is not None:
+            self.bar.stop()
+
+
+class DownloadDisplay:
+    """Follows `node.data.download`: nothing at all if nothing has to be downloaded."""
+
+    def __init__(self) -> None:
+        self.bar: Bar | None = None
+        self.task: Any = None
+        self.last_line_s = -PLAIN_LINE_EVERY_S
+
+    def __call__(self, what: str, done_bytes: int, total_bytes: int) -> None:
+        state = f"{done_bytes / 1e6:.1f} of {total_bytes / 1e6:.1f} MB"
+        if not total_bytes:
+            state = f"{done_bytes / 1e6:.1f} MB"
+        if on_terminal():
+            if self.bar is None:
+                self.bar = _new_bar("{task.description}")
+                self.task = self.bar.add_task(what, total=None, state="")
+                self.bar.start()
+            self.bar.update(
+                self.task,
+                description=what,
+                completed=done_bytes,
+                total=total_bytes or None,
+                state=state,
+            )
+            return
+        now = time.monotonic()
+        if now - self.last_line_s >= PLAIN_LINE_EVERY_S or done_bytes == total_bytes:
+            self.last_line_s = now
+            say(f"{what}  {state}")
+
+    def __enter__(self) -> DownloadDisplay:
+        return self
+
+    def __exit__(self, *_: object) -> None:
+        if self.bar is not None:
+            self.bar.stop()
+
+
+def _new_bar(title: str, count: str = "") -> Bar:
+    from rich.console import Console
+    from rich.progress import BarColumn, TextColumn
+    from rich.progress import Progress as Bar
+
+    columns = [TextColumn(title), BarColumn(bar_width=24)]
+    columns += [TextColumn(count)] if count else []
+    return Bar(*columns, TextColumn("{task.fields[state]}"), console=Console(stderr=True))
+
+
+class ByteWriter:
+    """Streams bytes to standard output: as they are into a pipe, made harmless for a terminal.
+
+    A model may write any byte. On a terminal what is not UTF-8, and control characters, which
+    could move the cursor or worse, appear as a replacement character.
+    """
+
+    def __init__(self) -> None:
+        self.raw = not sys.stdout.isatty()
+        self.decoder = codecs.getincrementaldecoder("utf-8")(errors="replace")
+
+    def write(self, data: bytes, final: bool = False) -> None:
+        if not self.raw:
+            text = self.decoder.decode(data, final)
+            text = "".join(c if c.isprintable() or c in "\n\t" else "�" for c in text)
+            data = text.encode(sys.stdout.encoding or "utf-8", errors="replace")
+        sys.stdout.flush()  # what was printed as text comes first
+        sys.stdout.buffer.write(data)
+        sys.stdout.buffer.flush()
+
+    def close(self) -> None:
+        self.write(b"", final=True)
+        self.write(b"\n")
+
+
+class StopFlag:
+    """Set by the first Ctrl-C, SIGTERM or SIGHUP; the second one ends the process at once."""
+
+    def __init__(self) -> None:
+        self.signal_number = 0
+
+    def __call__(self) -> bool:
+        return self.signal_number != 0
+
+    @property
+    def exit_code(self) -> int:
+        """What shells give for a command that a signal ended."""
+        return 128 + self.signal_number
+
+    def handle(self, number: int, _: FrameType | None) -> None:
+        if self.signal_number:
+            raise KeyboardInterrupt
+        self.signal_number = number
+
+
+@contextmanager
+def no_interrupts() -> Iterator[None]:
+    """Ctrl-C waits until the end of this. A child that is started here never hears it."""
+    before = signal.pthread_sigmask(signal.SIG_BLOCK, {signal.SIGINT})
+    try:
+        yield
+    finally:
+        signal.pthread_sigmask(signal.SIG_SETMASK, before)
+
+
+@contextmanager
+def stop_on_signals() -> Iterator[StopFlag]:
+    """Turn Ctrl-C, SIGTERM and SIGHUP into a question that a loop asks between two steps."""
+    flag = StopFlag()
+    numbers = (signal.SIGINT, signal.SIGTERM, signal.SIGHUP)
+    kept = {number: signal.getsignal(number) for number in numbers}
+    for number in numbers:
+        if kept[number] is not signal.SIG_IGN:  # as nohup wants it
+            signal.signal(number, flag.handle)
+    try:
+        yield flag
+    finally:
+        for number, handler in kept.items():
+            signal.signal(number, handler)

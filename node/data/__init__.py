@@ -1,0 +1,1 @@
+"""Text as bytes: corpora, their download, the windows of a batch."""

@@ -1,0 +1,102 @@
+"""Windows: which bytes of a split are in batch i of a host's stream, and in an evaluation.
+
+Decides where windows start, as a pure function of a seed and a position. Knows nothing about where
+the bytes come from (see `node.data.corpus`), torch or the model.
+"""
+
+from __future__ import annotations
+
+import hashlib
+from collections.abc import Iterator, Mapping
+
+import numpy as np
+import numpy.typing as npt
+
+from protocol.errors import DataError
+
+Bytes = npt.NDArray[np.uint8]
+
+
+def check_window(data: Bytes, window: int, name: str) -> None:
+    if window < 1:
+        raise DataError(f"a window of {window} bytes predicts nothing", "use at least 1")
+    if data.size < window + 1:
+        raise DataError(
+            f"{name} has {data.size} bytes, but one window of {window} needs {window + 1}",
+            "give more text, or a shorter context (--context when it is trained)",
+        )
+
+
+def stream_seed(*parts: int | str) -> int:
+    """One seed out of many facts, e.g. (run seed, peer id, block): unequal facts, unequal seeds."""
+    text = "\0".join(f"{type(part).__name__}:{part}" for part in parts)
+    return int.from_bytes(hashlib.sha256(text.encode()).digest()[:8], "little")
+
+
+class WindowStream:
+    """An endless stream of (batch, window + 1) bytes: inputs are [:, :-1], targets [:, 1:].
+
+    Batch i is a pure function of (seed, i): window starts come from a counter-based generator
+    keyed by the seed, with i as the upper part of its counter. So resuming at any position costs
+    nothing, and hosts with different seeds draw independent streams. Starts are uniform, with
+    replacement. Only the generator's raw output is used: numpy promises that it does not change
+    between versions, which it does not promise for `integers()`.
+    """
+
+    def __init__(
+        self, data: Bytes, window: int, batch: int, seed: int, position: int = 0, name: str = "data"
+    ) -> None:
+        check_window(data, window, name)
+        if batch < 1:
+            raise DataError(f"a batch of {batch} windows holds nothing", "use at least 1")
+        self.batch = batch
+        self.restore({"seed": seed, "position": position})
+        # A view with one row per start, of stride 1: picking rows copies only those rows.
+        self._windows = np.lib.stride_tricks.sliding_window_view(data, window + 1)
+
+    def batch_at(self, position: int) -> Bytes:
+        counter = np.array([0, position, 0, 0], dtype=np.uint64)
+        key = np.array([self.seed, 0], dtype=np.uint64)
+        raw = np.random.Philox(counter=counter, key=key).random_raw(self.batch)
+        # The bias of the remainder is below size / 2**64, which no experiment can see.
+        starts = (raw % np.uint64(len(self._windows))).astype(np.int64)
+        return self._windows[starts]
+
+    def __iter__(self) -> Iterator[Bytes]:
+        return self
+
+    def __next__(self) -> Bytes:
+        batch = self.batch_at(self.position)
+        self.position += 1
+        return batch
+
+    def state(self) -> dict[str, int]:
+        return {"seed": self.seed, "position": self.position}
+
+    def restore(self, state: Mapping[str, int]) -> None:
+        """Go on where `state()` was taken. The caller checks that the corpus is the same one."""
+        for name in ("seed", "position"):
+            value = state.get(name)
+            if type(value) is not int or not 0 <= value < 1 << 64:
+                raise DataError(f"the {name} of a stream of windows cannot be {value!r}")
+        self.seed, self.position = state["seed"], state["position"]
+
+
+def evaluation_windows(
+    data: Bytes, window: int, limit_bytes: int | None = None, name: str = "data"
+) -> Bytes:
+    """Contiguous windows from the beginning, as (count, window + 1) bytes, without copying.
+
+    Window k holds the bytes [k * window, (k + 1) * window]: neighbours share one byte, which is the
+    last target of one and the first input of the next, so that every byte but the very first is
+    predicted exactly once. A target sees only what stands before it in its own window: the first
+    has one byte of context, and CE over short windows is a little too high, for every model alike.
+
+    Enough windows for at least `limit_bytes` predicted bytes, or all there are if the text is
+    shorter or no limit is given. A tail shorter than a window is left out.
+    """
+    check_window(data, window, name)
+    count = (data.size - 1) // window
+    if limit_bytes is not None:
+        count = min(count, max(1, -(-limit_bytes // window)))
+    return np.lib.stride_tricks.sliding_window_view(data, window + 1)[::window][:count]

@@ -1,0 +1,1 @@
+"""What is wrong with this machine or its network, and what to do about it."""

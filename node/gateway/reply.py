@@ -1,0 +1,163 @@
+"""How answers and errors look in HTTP: OpenAI's JSON, server-sent events, status codes.
+
+Decides which error becomes which status. Knows nothing of who asked or of swarms.
+"""
+
+from __future__ import annotations
+
+import asyncio
+import json
+import logging
+import secrets
+import time
+from typing import Any
+
+from aiohttp import web
+
+from node.gateway.outputs import Said
+from node.gateway.request import INVALID, SERVER, ApiError, Limits, Wanted
+from protocol.errors import BlockswarmError, UsageError
+
+Facts = dict[str, Any]
+
+LAST_WORDS_S = 1.0  # for an error at the end of a stream
+RETRY_DOWN_S = 5
+DONE = b"data: [DONE]\n\n"
+
+log = logging.getLogger("blockswarm.gateway")
+
+
+class Reply:
+    """The JSON of one request's answer, and what it adds up to."""
+
+    def __init__(self, model: str, wanted: Wanted, facts: Facts) -> None:
+        self.wanted, self.facts = wanted, facts
+        self.head = {
+            "id": f"cmpl-{secrets.token_hex(12)}",
+            "object": "text_completion",
+            "created": int(time.time()),
+            "model": model,
+        }
+        self.facts["prompt_bytes"] = sum(map(len, wanted.prompts))
+        self.facts |= {"completion_bytes": 0, "traversals": 0, "failures": 0}
+
+    def choice(self, said: Said) -> Facts:
+        choice: Facts = {
+            "index": said.index,
+            "text": said.text,
+            "logprobs": None,
+            "finish_reason": said.finish,
+        }
+        if said.figures is not None:
+            choice["blockswarm"] = said.figures
+            self.facts["completion_bytes"] += said.size_bytes
+            self.facts["traversals"] += said.figures["traversals"]
+            self.facts["failures"] += said.figures["failures"]
+            self.facts["missing_blocks"] = said.figures["missing_blocks"]
+        return choice
+
+    def body(self, choices: list[Facts], usage: Facts | None = None) -> Facts:
+        return {**self.head, "choices": choices, **({} if usage is None else {"usage": usage})}
+
+    def usage(self) -> Facts:
+        """In bytes: they are this model's tokens."""
+        prompt, completion = self.facts["prompt_bytes"], self.facts["completion_bytes"]
+        return {
+            "prompt_tokens": prompt,
+            "completion_tokens": completion,
+            "total_tokens": prompt + completion,
+        }
+
+
+# Streams.
+
+
+async def event_stream(request: web.Request) -> web.StreamResponse:
+    response = web.StreamResponse()
+    response.content_type = "text/event-stream"
+    response.headers["Cache-Control"] = "no-cache"
+    await response.prepare(request)
+    return response
+
+
+def event(body: Facts) -> bytes:
+    """All of it ASCII: some readers take more than line feeds for the end of a line."""
+    return b"data: " + json.dumps(body).encode("ascii") + b"\n\n"
+
+
+async def last_words(request: web.Request, response: web.StreamResponse, error: ApiError) -> None:
+    """End a stream with an error; cut it off if the client does not even read that."""
+    try:
+        async with asyncio.timeout(LAST_WORDS_S):
+            await response.write(event(error.body()))
+            await response.write_eof()
+    except OSError:  # TimeoutError is one
+        if request.transport is not None:
+            request.transport.abort()
+
+
+# Errors.
+
+
+def error_response(error: ApiError) -> web.Response:
+    headers = {}
+    if error.retry_after_s is not None:
+        headers["Retry-After"] = str(error.retry_after_s)
+    if error.status == 401:
+        headers["WWW-Authenticate"] = "Bearer"
+    return web.json_response(error.body(), status=error.status, headers=headers)
+
+
+def api_error(error: Exception) -> ApiError:
+    """What a client is told of an error. Our bugs are told to the operator."""
+    if isinstance(error, ApiError):
+        return error
+    if isinstance(error, UsageError):
+        return ApiError(400, error.message)
+    if isinstance(error, BlockswarmError):
+        return down(f"the swarm does not answer: {error.message}")
+    log.error("a bug in the gateway", exc_info=error)
+    return ApiError(500, "something is wrong in the gateway; its log says what", kind=SERVER)
+
+
+def http_error(error: web.HTTPException, request: web.Request, limits: Limits) -> ApiError:
+    """What the HTTP library itself refuses."""
+    if error.status == 413:
+        return too_large(limits)
+    if error.status == 404:
+        return ApiError(404, "there is nothing here; see GET /v1/models", code="unknown_url")
+    if error.status == 405:
+        return ApiError(405, f"{request.method} does not work here", code="method_not_allowed")
+    return ApiError(error.status, error.reason, kind=INVALID if error.status < 500 else SERVER)
+
+
+def unreadable(status: int) -> ApiError:
+    """What is no HTTP. Its words are a stranger's, and are not repeated."""
+    if status < 500:
+        return ApiError(status, "this request is not HTTP that can be read here")
+    return ApiError(status, "something is wrong in the gateway; its log says what", kind=SERVER)
+
+
+def turned_away() -> bytes:
+    """A whole answer for one connection too many, with no HTTP library behind it."""
+    error = down("too many connections are open; come back in a moment")
+    body = json.dumps(error.body()).encode("ascii")
+    head = (
+        "HTTP/1.1 503 Service Unavailable\r\nContent-Type: application/json\r\n"
+        f"Retry-After: {error.retry_after_s}\r\nContent-Length: {len(body)}\r\n"
+        "Connection: close\r\n\r\n"
+    )
+    return head.encode("ascii") + body
+
+
+def down(message: str) -> ApiError:
+    return ApiError(503, message, code="unavailable", kind=SERVER, retry_after_s=RETRY_DOWN_S)
+
+
+def too_late(limits: Limits) -> ApiError:
+    message = f"it took longer than {limits.request_s:g} s; ask for less, or again later"
+    return ApiError(504, message, code="timeout", kind=SERVER)
+
+
+def too_large(limits: Limits) -> ApiError:
+    return ApiError(413, f"the body has more than {limits.body_bytes} bytes", code="too_large")

@@ -1,0 +1,354 @@
+"""One host process from its options to its goodbye: settings, display, signals.
+
+Decides how options become settings, what a person sees while it runs, and that Ctrl-C, SIGTERM or
+the end of its supervisor make it leave, once. What a host does is `host`'s, what a seed without
+training does `seed_peer`'s.
+"""
+
+from __future__ import annotations
+
+import asyncio
+import contextlib
+import logging
+import os
+import signal
+import sys
+import time
+from collections.abc import Iterator, Mapping
+from dataclasses import dataclass
+from pathlib import Path
+from typing import TYPE_CHECKING, Any, Literal, NoReturn, Protocol, TypeVar
+
+from node.console.terminal import LiveLine, on_terminal, say
+from node.host.home import keep_place, make, port_of_before
+from node.host.live_line import HostView, RunTimes, fitted, host_line, round_line
+from node.machine.event_loop import run_loop
+from node.machine.phases import durations, mark
+from protocol.errors import BlockswarmError, UsageError
+from swarm.events import LogEvent, NodeEvent, RoundEvent, to_line
+
+if TYPE_CHECKING:
+    from node.host.event_log import EventLog
+    from node.host.settings import HostSettings
+    from node.network.network import Network, NetworkSettings
+    from swarm.runfile import RunFile
+
+T = TypeVar("T")
+MBIT = 1e6 / 8
+REFRESH_S = 0.5
+
+
+@dataclass(frozen=True)
+class Part:
+    """What one process does in a run. `worker`: the how-many-th of a supervisor, from 1."""
+
+    text: bytes
+    home: Path
+    addresses: tuple[str, ...]
+    is_seed: bool
+    options: Mapping[str, Any]
+    trains: bool = True
+    worker: int | None = None
+
+
+class Member(Protocol):
+    """What is needed of a host or a seed."""
+
+    network: Network
+    events: EventLog
+
+    async def run(self) -> None: ...
+
+    def pause(self, paused: bool) -> None: ...
+
+
+def take_part(part: Part) -> None:
+    """Take part until asked to leave. Does not return: the process ends."""
+    from swarm.runfile import parse
+
+    run_file, options = parse(part.text), part.options
+    _log_above(logging.DEBUG if options["verbose"] else logging.ERROR)
+    if part.worker is None and not options["as_json"]:
+        _say_beginning(part, run_file)
+    make(part.home)
+    settings = network_settings(part)
+    member: Member
+    if part.trains:
+        from node.host.host import Host
+
+        member = Host(_host_settings(part, settings), say)
+    else:
+        from node.host.seed_peer import SeedPeer
+
+        member = SeedPeer(settings, part.home, say)
+    run_loop(_until_stopped(member, part, run_file))
+    _end_now(0)  # all is saved, closed and ended
+
+
+@contextlib.contextmanager
+def stoppable_at_once() -> Iterator[None]:
+    """Ctrl-C while a host starts: there is nothing to save, so its process ends."""
+    try:
+        yield
+    except KeyboardInterrupt:
+        print("stopped", file=sys.stderr)
+        _end_now(130)
+
+
+def _end_now(code: int) -> NoReturn:
+    """End the process. Unloading torch and hivemind takes seconds, on a busy machine more than
+    ten, and whoever asked us to leave waits for it."""
+    from node.trainer import spare_process
+
+    spare_process.leave_none()
+    sys.stdout.flush()
+    sys.stderr.flush()
+    os._exit(code)
+
+
+# Settings.
+
+
+def network_settings(part: Part) -> NetworkSettings:
+    from node.network.addresses import split_peer
+    from node.network.daemon import ALL_INTERFACES, DaemonSettings
+    from node.network.network import NetworkSettings
+    from swarm.runfile import parse, run_id
+
+    options = part.options
+    hosts = tuple(options["listen"]) or ALL_INTERFACES
+    port = options["port"] or port_of_before(part.home, hosts)
+    relays = tuple(options["relay"])
+    for relay in relays:
+        split_peer(relay)  # refuses what is no whole address, before p2pd does it in its own words
+    reachability: Literal["auto", "private"] = "private" if relays else "auto"
+    daemon = DaemonSettings(
+        part.home / "identity", port=port, hosts=hosts, relays=relays, reachability=reachability
+    )
+    return NetworkSettings(
+        daemon,
+        run_id(part.text),
+        part.text,
+        join=part.addresses,
+        announce=tuple(options["announce"]),
+        state_folder=part.home,
+        up_bytes_per_s=bytes_per_s(options["up_mbps"]),
+        down_bytes_per_s=bytes_per_s(options["down_mbps"]),
+        blocks=parse(part.text).run.model.blocks,
+        ask_reachable=True,
+    )
+
+
+def _host_settings(part: Part, network: NetworkSettings) -> HostSettings:
+    from node.host.settings import HostSettings
+
+    options = part.options
+    memory = gigabytes_to_bytes(options["max_memory"])
+    return HostSettings(
+        network=network,
+        folder=part.home,
+        data_spec=options["data"],
+        block=options["block"],
+        first_block=options.get("first_block"),
+        device=options["device"],
+        threads=options["threads"],
+        memory_bytes=1 << 60 if memory is None else memory,
+        seed=part.is_seed,
+        bytes_per_day=gigabytes_to_bytes(options["max_gb_per_day"]),
+        up_bytes_per_s=network.up_bytes_per_s,
+        down_bytes_per_s=network.down_bytes_per_s,
+        serve=not options["no_serve"],
+    )
+
+
+def bytes_per_s(mbps: float | None) -> float | None:
+    return None if mbps is None else mbps * MBIT
+
+
+def gigabytes_to_bytes(size_gb: float | None) -> int | None:
+    return None if size_gb is None else int(size_gb * 1e9)
+
+
+# What is said before.
+
+
+def _say_beginning(part: Part, run_file: RunFile) -> None:
+    from node.host.cost_words import seed_cost_line
+    from swarm.runfile import run_id
+
+    say(f"run {run_file.name} ({run_id(part.text).hex()[:16]}): {run_file.run.model.blocks} blocks")
+    if part.trains:
+        say_cost(run_file, part.home, part.options, 1)
+    else:
+        say(seed_cost_line())
+    say_if_over(run_file, part.addresses)
+
+
+def say_cost(run_file: RunFile, home: Path, options: Mapping[str, Any], workers: int) -> None:
+    from node.host.cost_words import Allowed, cost_lines
+
+    allowed = Allowed(
+        gigabytes_to_bytes(options["max_memory"]),
+        gigabytes_to_bytes(options["max_gb_per_day"]),
+        bytes_per_s(options["up_mbps"]),
+        bytes_per_s(options["down_mbps"]),
+    )
+    for line in cost_lines(run_file, home, options["block"], workers, allowed, options["data"]):
+        say(line)
+
+
+def say_if_over(run_file: RunFile, addresses: tuple[str, ...]) -> None:
+    """A run that has ended trains nobody; its hosts keep it for whoever assembles."""
+    rounds = run_file.rounds
+    over_s = time.time() - rounds.start_s - rounds.count * rounds.period_s
+    if run_file.started and over_s > 0:
+        ago = f"{over_s / 3600:.1f} hours" if over_s > 5400 else f"{over_s / 60:.0f} minutes"
+        say(f"this run ended {ago} ago: all of its {rounds.count} rounds are over")
+        say("  staying only keeps its blocks there for others; to get the model:")
+        say(f"  blockswarm assemble {addresses[0] if addresses else 'ADDRESS'} -o model/")
+
+
+def names_a_port(announced: str) -> bool:
+    """Whether an --announce brings its own port. Raises `AddressError` if it is no address."""
+    from node.network.addresses import from_option
+
+    return from_option(announced, 1) == from_option(announced, 2)
+
+
+def check_announce(options: Mapping[str, Any]) -> None:
+    """Before anything is started: an address that others dial needs a port that stays."""
+    for text in options["announce"]:
+        if not names_a_port(text) and not options["port"]:
+            raise UsageError(
+                f"--announce {text} needs a port that stays the same",
+                f"add --port 4001, or --announce {text}:PORT if the router maps another one",
+            )
+
+
+# While it runs.
+
+
+async def _until_stopped(member: Member, part: Part, run_file: RunFile) -> None:
+    """Run a host until it is asked to leave; then let it, which takes seconds at most."""
+    work, view = asyncio.create_task(member.run()), HostView()
+    _leave_when_asked(work, view, with_stdin=part.worker is not None)
+    loop = asyncio.get_running_loop()
+    loop.add_signal_handler(signal.SIGUSR1, member.pause, True)
+    loop.add_signal_handler(signal.SIGUSR2, member.pause, False)
+    as_json = part.options["as_json"]
+    helpers = [
+        asyncio.create_task(_invite(member, part)),
+        asyncio.create_task(_note_first_step(member)),
+    ]
+    live = on_terminal() and not as_json and part.worker is None
+    if live:
+        view.remember(member.events.lately())
+
+    def show(event: LogEvent) -> None:
+        view.hear(event)
+        if as_json:
+            with contextlib.suppress(OSError):  # nobody reads any more: the log file has it too
+                print(to_line(event), flush=True)
+        elif isinstance(event, RoundEvent) and not live:
+            say(round_line(event))
+
+    member.events.listeners.append(show)
+    try:
+        with _live_line(member, part, run_file, view) if live else contextlib.nullcontext() as line:
+            if line is not None:
+                helpers.append(asyncio.create_task(_refresh(line)))
+            with contextlib.suppress(asyncio.CancelledError):
+                await work
+    finally:
+        for helper in helpers:
+            helper.cancel()
+    say("left the run; the same command goes on with it")
+
+
+def _leave_when_asked(work: asyncio.Task[None], view: HostView, with_stdin: bool) -> None:
+    """Ctrl-C, SIGTERM; for a worker also the end of its standard input: its supervisor is gone."""
+    loop = asyncio.get_running_loop()
+    asked = False
+
+    def stop() -> None:
+        nonlocal asked
+        if not asked:  # a second time must not cut off the goodbye
+            asked, view.state = True, "leaving"
+            work.cancel()
+
+    def read() -> None:
+        if not os.read(0, 4096):
+            loop.remove_reader(0)
+            stop()
+
+    for number in (signal.SIGINT, signal.SIGTERM):
+        loop.add_signal_handler(number, stop)
+    if with_stdin:
+        loop.add_reader(0, read)
+
+
+@contextlib.contextmanager
+def _live_line(
+    member: Member, part: Part, run_file: RunFile, view: HostView
+) -> Iterator[LiveLine | None]:
+    rounds = run_file.rounds
+    times = RunTimes(rounds.start_s, rounds.period_s, rounds.count)
+    budget = gigabytes_to_bytes(part.options["max_gb_per_day"])
+
+    def draw(width: int) -> str:
+        now_s = time.time()
+        line = getattr(member, "line", None)  # a seed has its own
+        if line is not None:
+            return fitted(line(times, now_s), width)
+        block, writer = getattr(member, "block", -1), getattr(member, "writer", None)
+        view.block = block if block >= 0 else view.block
+        loss = writer.measured.loss_nats if writer is not None else None
+        return fitted(host_line(view, times, budget, now_s, loss), width)
+
+    with LiveLine(draw) as line:
+        yield line
+
+
+async def _refresh(line: LiveLine) -> None:
+    while True:
+        await asyncio.sleep(REFRESH_S)
+        line.refresh()
+
+
+async def _invite(member: Member, part: Part) -> None:
+    """Print the addresses once the network is up."""
+    while True:
+        await asyncio.sleep(0.2)
+        with contextlib.suppress(BlockswarmError):
+            lines = await member.network.invitations()
+            if lines:
+                keep_place(part.home, member.network.daemon.port, lines)
+                if part.worker is None or part.worker == 1:
+                    say("others join with:")
+                    for line in lines:
+                        say(f"  blockswarm join {line}")
+                return
+
+
+async def _note_first_step(member: Member) -> None:
+    """Write down how long it took to the first step of training, and what took it."""
+    writer = getattr(member, "writer", None)
+    while writer is not None:
+        await asyncio.sleep(0.02)
+        if writer.measured.steps > 0:
+            mark("first_step")
+            facts = {name: f"{seconds:.3f}" for name, seconds in durations().items()}
+            member.events.write(NodeEvent(time.time(), writer.me, "first_step", facts=facts))
+            return
+
+
+class _AboveTheLine(logging.Handler):
+    def emit(self, record: logging.LogRecord) -> None:
+        say(self.format(record))
+
+
+def _log_above(level: int) -> None:
+    """Log lines go where remarks go: above the live line."""
+    handler = _AboveTheLine()
+    handler.setFormatter(logging.Formatter("%(name)s: %(message)s"))
+    logging.basicConfig(level=level, handlers=[handler])

@@ -1,0 +1,1 @@
+"""All blocks on one machine, with no network: training, checkpoints, the model folder."""

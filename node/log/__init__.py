@@ -1,0 +1,1 @@
+"""A block's consensus log: fetched, followed, held in memory, caught up with."""

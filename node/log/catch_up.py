@@ -1,0 +1,64 @@
+"""Onto another head of a block's log: what has to be fetched for it, and the consensus there.
+
+Decides whether to go back along our own steps or to start from a donor's snapshot, and proves the
+result before anybody uses it: every update, step and weight on the way is checked against the
+chain. Knows nothing of why one moves, nor of running weights. The consensus one has stays as it is
+until the other one is complete.
+"""
+
+from __future__ import annotations
+
+import asyncio
+from collections.abc import Sequence
+
+from node.log.consensus import Consensus
+from node.log.fetch import FetchError, LogFetcher, Pin
+from swarm.log import ConsensusLog, Entry, LogError
+
+
+async def consensus_at(
+    fetcher: LogFetcher,
+    donors: Sequence[str],
+    log: ConsensusLog,
+    consensus: Consensus,
+    entries: tuple[Entry, ...],
+    pins: Sequence[Pin],
+) -> Consensus:
+    """The consensus at the end of `entries`, from the one at the head of `log`.
+
+    `pins` are the snapshots of these entries that the donors still have, the preferred one last.
+    Raises `FetchError`; its liars vouch for a log that does not lead where it says.
+    """
+    by_digest = {entry.digest: entry for entry in entries}
+    plan = log.plan_move(entries, [by_digest[pin.entry] for pin in pins])
+    other = consensus.copy()
+    start = plan.snapshot or plan.fork or entries[0]
+    if plan.snapshot is not None or not await asyncio.to_thread(other.roll_back, plan.rollback):
+        if plan.snapshot is None and pins:  # a move from a snapshot left us without the steps back
+            start = by_digest[pins[-1].entry]
+        pin = next((pin for pin in pins if pin.entry == start.digest), None)
+        if pin is None:
+            raise FetchError("no donor has a snapshot to start from", fetcher.liars)
+    else:
+        pin = None
+    try:
+        if pin is not None:
+            await _restart(other, fetcher, donors, start, pin)
+        data = {}
+        for entry in entries:
+            if entry.round > start.round:
+                data[entry.digest] = await fetcher.aggregate(donors, entry)
+        await asyncio.to_thread(other.go_on, log.moved(entries), start, data)
+    except LogError as error:  # the chain itself is wrong: whoever stands on it made it up
+        raise FetchError(error.message, [*fetcher.liars, *donors]) from error
+    return other
+
+
+async def _restart(
+    other: Consensus, fetcher: LogFetcher, donors: Sequence[str], start: Entry, pin: Pin
+) -> None:
+    weights = await fetcher.snapshot(donors, pin, len(other.weights))
+    try:
+        other.restart(start, weights)
+    except LogError as error:  # the chain may be right: only its donor said that this belongs to it
+        raise FetchError(error.message, [*fetcher.liars, pin.donor]) from error

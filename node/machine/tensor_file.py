@@ -1,0 +1,47 @@
+"""Tensors and the facts that belong to them, in one file that is there whole or not at all.
+
+Decides the form: safetensors, with the facts as JSON in its header, so that reading one runs no
+code of whoever wrote it. What the facts mean, and whether they fit, is the reader's concern.
+"""
+
+from __future__ import annotations
+
+import json
+from collections.abc import Mapping
+from pathlib import Path
+from typing import Any
+
+import safetensors
+from safetensors.torch import save_file
+from torch import Tensor
+
+from node.machine.atomic import write_atomically
+
+_FACTS = "blockswarm"
+
+
+class DamagedFile(Exception):
+    """The file cannot be read, or is no file of ours; whoever reads it knows what to tell."""
+
+
+def write_tensors(path: Path, tensors: Mapping[str, Tensor], facts: Mapping[str, Any]) -> None:
+    """Raises `StorageError` if it cannot; what was there before stays."""
+    held = {name: tensor.detach().cpu().contiguous() for name, tensor in tensors.items()}
+    about = {_FACTS: json.dumps(facts)}
+    write_atomically(path, lambda half: save_file(held, half, about))
+
+
+def read_tensors(path: Path) -> tuple[dict[str, Tensor], dict[str, Any]]:
+    """The tensors and their facts. Raises `DamagedFile`, `FileNotFoundError`."""
+    try:
+        with safetensors.safe_open(path, framework="pt") as file:
+            facts = json.loads((file.metadata() or {})[_FACTS])
+            names = file.keys()  # it is no dictionary
+            tensors = {name: file.get_tensor(name) for name in names}
+    except FileNotFoundError:
+        raise
+    except (OSError, safetensors.SafetensorError, KeyError, ValueError, RecursionError) as error:
+        raise DamagedFile(str(error)) from error
+    if not isinstance(facts, dict):
+        raise DamagedFile("its description is no map")
+    return tensors, facts

@@ -1,0 +1,118 @@
+"""The step of a round, computed beside the event loop: what a replica knows between two rounds.
+
+Decides when the trend is brought up to date and whose memory the next consensus is written to. What
+a step is made of, who is left out and how it is named is `swarm`'s; when it is applied, the
+round's.
+"""
+
+from __future__ import annotations
+
+import asyncio
+from collections.abc import Mapping
+from dataclasses import dataclass
+
+from node.log.consensus import Consensus
+from node.log.fetch import Quanta
+from node.log.room import Room
+from node.replica.exchange import Held
+from swarm import actions as act
+from swarm.aggregate import aggregate
+from swarm.fixed_point import FixedUpdate, step_digest, weights_digest
+from swarm.log import ConsensusLog, Contribution, Entry
+from swarm.sums import apply_step
+from swarm.trend import Trend
+from swarm.updates import snapshot_index
+
+
+@dataclass(frozen=True)
+class Computed:
+    """A step that waits for the round to apply it."""
+
+    entry: Entry
+    new: Quanta
+    step: FixedUpdate
+    payloads: list[bytes]
+    index: bytes | None  # of the weights as a snapshot, if this is to be one
+
+
+class Aggregation:
+    """Steps of one replica. All calls are from the loop's thread."""
+
+    def __init__(self) -> None:
+        self._computed: dict[bytes, Computed] = {}  # by the digest of their entry
+        self._trend, self._lock = Trend(), asyncio.Lock()
+        self._room = Room()
+
+    async def compute(
+        self,
+        action: act.Aggregate,
+        held: Mapping[bytes, Held],
+        log: ConsensusLog,
+        consensus: Consensus,
+    ) -> Entry:
+        """The step of a round from the updates it agreed on, `held` by their digests. It is kept
+        for `apply`."""
+        # All of this moment: while the lock is waited for the consensus may move on.
+        weights, steps = consensus.weights, consensus.recent_steps(log)
+        room = self._room.take(len(weights))
+        async with self._lock:
+            computed = await asyncio.to_thread(
+                _computed, action, held, log, weights, steps, self._trend, room
+            )
+        self._computed[computed.entry.digest] = computed
+        return computed.entry
+
+    def apply(self, entry: Entry, log: ConsensusLog, consensus: Consensus) -> FixedUpdate:
+        """Make a computed step; `log` has it at its head already."""
+        computed = self._computed.pop(entry.digest)
+        self._room.keep(consensus.weights)
+        consensus.advance(entry, computed.new, computed.step, computed.payloads)
+        consensus.prune(log, computed.index)
+        return computed.step
+
+    def forget(self, head: bytes) -> None:
+        """Steps from any other head are of no use."""
+        self._computed = {d: c for d, c in self._computed.items() if c.entry.parent == head}
+
+    async def prepare(self, log: ConsensusLog, consensus: Consensus) -> None:
+        """What the next round needs of the past. If that round comes sooner it does so itself."""
+        async with self._lock:
+            await asyncio.to_thread(self._trend.follow, consensus.recent_steps(log))
+
+
+def _computed(
+    action: act.Aggregate,
+    held: Mapping[bytes, Held],
+    log: ConsensusLog,
+    weights: Quanta,
+    steps: tuple[FixedUpdate, ...],
+    trend: Trend,
+    room: Quanta | None,
+) -> Computed:
+    trend.follow(steps)
+    updates = [held[ref.digest].update for ref in action.refs]
+    result = aggregate(
+        updates,
+        recent_norms=log.recent_norms(),
+        trend=trend,
+        past_scores=[log.past_scores(ref.sender) for ref in action.refs],
+    )
+    scores = result.scores or (0,) * len(updates)
+    parts = [
+        Contribution(ref.digest, ref.sender, scale, score)
+        for ref, scale, score in zip(action.refs, result.scales, scores, strict=True)
+    ]
+    parts.sort(key=lambda c: c.digest)
+    new, made = apply_step(weights, result.delta, room)
+    entry = Entry(
+        action.round,
+        action.base,
+        weights_digest(new),
+        step_digest(made),
+        result.median_norm,
+        tuple(parts),
+    )
+    included = [held[c.digest].payload for c in parts if c.scale > 0]
+    # Here, beside the loop: to read a gigabyte once more takes half a second.
+    index = snapshot_index(new) if entry in log.appended(entry).pinned() else None
+    return Computed(entry, new, made, included, index)

@@ -1,0 +1,233 @@
+"""How a run stands, from the signed records of its replicas: coverage, agreement, who is behind.
+
+Decides what the numbers of a record mean together; `look` asks the network for them. Imports no
+torch of its own and trains nothing. The figures are what replicas say of themselves: a record is
+signed, but its signer can be wrong, and a host that died is in it until its record expires.
+"""
+
+from __future__ import annotations
+
+import asyncio
+import statistics
+from collections import Counter
+from collections.abc import Awaitable, Callable, Sequence
+from dataclasses import asdict, dataclass, replace
+from typing import Any
+
+from node.log.fetch import FetchError, LogFetcher, Peers
+from protocol.errors import WireError
+from protocol.identity import peer_text
+from protocol.messages import Hello, HelloReply, Purpose
+from protocol.records import Role, SignedRecord
+from swarm.clock import round_at
+from swarm.runfile import RunFile
+from swarm.updates import UpdateCodec
+
+SLACK_ROUNDS = 1  # a record of the round before is normal: the exchange has just opened
+ASKED_PER_BLOCK = 3
+ASK_S = 5.0
+
+Records = Callable[[int], Awaitable[Sequence[SignedRecord]]]
+
+
+@dataclass(frozen=True)
+class ReplicaStatus:
+    """One host's record. `behind_rounds` counts from the run's clock."""
+
+    peer: str
+    seed: bool
+    round: int
+    consensus: str
+    consensus_round: int
+    agrees: bool
+    behind_rounds: int
+    update_bytes: int
+    expires_in_s: float
+    ce_nats: float | None = None  # of the consensus, by its own measurement; None: not asked
+
+    @property
+    def live(self) -> bool:
+        return self.behind_rounds <= SLACK_ROUNDS
+
+
+@dataclass(frozen=True)
+class LastRound:
+    """The newest entry of a block's log, as one replica tells it."""
+
+    round: int
+    included: tuple[str, ...]
+    left_out: tuple[str, ...]
+    absent: tuple[str, ...] = ()  # live replicas whose update is not in it: late, new or silent
+
+
+@dataclass(frozen=True)
+class BlockStatus:
+    """A block: its newest head that most live replicas share, and who has it."""
+
+    block: int
+    consensus: str
+    consensus_round: int
+    agree: int
+    needed: int
+    replicas: tuple[ReplicaStatus, ...]
+    last: LastRound | None = None
+
+    @property
+    def ce_nats(self) -> float | None:
+        """The median of what its replicas measured: each on its own bytes, and one may lie."""
+        known = [r.ce_nats for r in self.replicas if r.ce_nats is not None]
+        return statistics.median(known) if known else None
+
+    @property
+    def live(self) -> int:
+        return sum(replica.live for replica in self.replicas)
+
+    @property
+    def warnings(self) -> list[str]:
+        found = []
+        if not self.live:
+            found.append(f"block {self.block} has no live replica")
+        elif self.live < self.needed:
+            found.append(
+                f"block {self.block} has {self.live} live replica{'s' * (self.live != 1)}, "
+                f"wanted are {self.needed}"
+            )
+        apart = sum(r.live and not r.agrees and self._same_round(r) for r in self.replicas)
+        if apart:
+            found.append(
+                f"block {self.block}: {apart} of {self.live} live replicas are on another branch"
+            )
+        return found
+
+    def _same_round(self, replica: ReplicaStatus) -> bool:
+        return replica.consensus_round == self.consensus_round
+
+
+@dataclass(frozen=True)
+class RunStatus:
+    """The whole run at one moment."""
+
+    run: str
+    name: str
+    round: int
+    rounds: int
+    blocks: tuple[BlockStatus, ...]
+
+    @property
+    def warnings(self) -> list[str]:
+        return [warning for block in self.blocks for warning in block.warnings]
+
+    def facts(self) -> dict[str, Any]:
+        """For `--json`."""
+        blocks = []
+        for block in self.blocks:
+            row = asdict(block)
+            row["replicas"] = [
+                {**one, "live": r.live}
+                for one, r in zip(row["replicas"], block.replicas, strict=True)
+            ]
+            behind = [r.peer for r in block.replicas if not r.live]
+            blocks.append({**row, "live": block.live, "behind": behind, "ce_nats": block.ce_nats})
+        peers = {replica.peer for block in self.blocks for replica in block.replicas}
+        return {
+            "run": self.run,
+            "name": self.name,
+            "round": self.round,
+            "rounds": self.rounds,
+            "peers": len(peers),
+            "live": sum(block.live for block in self.blocks),
+            "update_bytes": sum(r.update_bytes for b in self.blocks for r in b.replicas),
+            "blocks": blocks,
+            "warnings": self.warnings,
+        }
+
+
+def block_status(
+    block: int, records: Sequence[SignedRecord], current_round: int, needed: int, now_s: float
+) -> BlockStatus:
+    """What the records of one block say together."""
+    # The head that most live replicas share; of equals the newer. Silent ones have no say.
+    live = [s for s in records if current_round - s.record.round <= SLACK_ROUNDS]
+    support = Counter((s.record.head_round, s.record.consensus) for s in live or records)
+    head_round, head = max(support, key=lambda h: (support[h], h), default=(0, b""))
+    replicas = [
+        ReplicaStatus(
+            peer=peer_text(signed.peer_id),
+            seed=bool(signed.record.role & Role.SEED),
+            round=signed.record.round,
+            consensus=signed.record.consensus.hex(),
+            consensus_round=signed.record.head_round - 1,
+            agrees=signed.record.consensus == head,
+            behind_rounds=max(0, current_round - signed.record.round),
+            update_bytes=signed.record.update_bytes,
+            expires_in_s=round(signed.expiration_s - now_s, 1),
+        )
+        for signed in sorted(records, key=lambda s: (-s.record.round, s.peer_id))
+    ]
+    agree = sum(replica.agrees for replica in replicas)
+    return BlockStatus(block, head.hex(), head_round - 1, agree, needed, tuple(replicas))
+
+
+async def look(
+    run_file: RunFile,
+    run_id: bytes,
+    records: Records,
+    peers: Peers,
+    now_s: float,
+    needed: int | None = None,
+) -> RunStatus:
+    """Look every block up; ask replicas of each how its last round went, and for its CE.
+
+    `needed`: live replicas below which a block is warned of; None: what the run says.
+    """
+    rounds, exchange = run_file.rounds, run_file.exchange
+    current = max(0, round_at(now_s, rounds.start_s, rounds.period_s))
+
+    async def one(block: int) -> BlockStatus:
+        try:
+            found = await records(block)
+        except (WireError, TimeoutError):
+            found = ()
+        wanted = exchange.min_replicas if needed is None else needed
+        status = block_status(block, found, current, wanted, now_s)
+        codec = UpdateCodec(exchange.codec, run_file.parameters(block))
+        fetcher = LogFetcher(peers, run_id, block, codec, Purpose.CONTROL)
+        last, replicas = await asyncio.gather(
+            _last_round(fetcher, status), _with_ce(peers, run_id, status)
+        )
+        return replace(status, last=last, replicas=replicas)
+
+    blocks = await asyncio.gather(*(one(b) for b in range(run_file.run.model.blocks)))
+    return RunStatus(run_id.hex(), run_file.name, current, rounds.count, tuple(blocks))
+
+
+async def _last_round(fetcher: LogFetcher, status: BlockStatus) -> LastRound | None:
+    """From a replica that shares the head: only the entries since then travel."""
+    donors = [r.peer for r in status.replicas if r.agrees and r.live][:ASKED_PER_BLOCK]
+    try:
+        log = await fetcher.log(donors, bytes.fromhex(status.consensus), None)
+    except FetchError:
+        return None
+    entry = log.entries[-1]
+    senders = {c.sender for c in entry.contributions}
+    return LastRound(
+        entry.round,
+        tuple(c.sender for c in entry.contributions if c.scale > 0),
+        tuple(c.sender for c in entry.contributions if c.scale == 0),
+        tuple(r.peer for r in status.replicas if r.live and r.peer not in senders),
+    )
+
+
+async def _with_ce(peers: Peers, run_id: bytes, status: BlockStatus) -> tuple[ReplicaStatus, ...]:
+    """The replicas, some live ones of them with the CE that they say."""
+    asked = [r.peer for r in status.replicas if r.live][:ASKED_PER_BLOCK]
+
+    async def ask(peer: str) -> float | None:
+        try:
+            reply, _ = await peers.ask(peer, Hello(run=run_id), HelloReply, ASK_S)
+        except WireError:
+            return None
+        return reply.ce_nats or None
+
+    said = dict(zip(asked, await asyncio.gather(*map(ask, asked)), strict=True))
+    return tuple(replace(r, ce_nats=said.get(r.peer)) for r in status.replicas)

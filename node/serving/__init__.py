@@ -1,0 +1,1 @@
+"""Blocks that answer: a host's side of a sweep, and a client's."""

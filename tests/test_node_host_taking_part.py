@@ -1,0 +1,68 @@
+"""From options to settings, and what is said before a host begins."""
+
+from __future__ import annotations
+
+import time
+from dataclasses import replace
+from typing import Any
+
+import pytest
+
+from node.host.taking_part import (
+    Part,
+    check_announce,
+    names_a_port,
+    network_settings,
+    say_if_over,
+)
+from node.network.addresses import AddressError
+from protocol.errors import UsageError
+from swarm.run_template import emit, preset
+from swarm.runfile import with_start
+
+TINY = preset("tiny", "tiny")
+OPTIONS: dict[str, Any] = {
+    "listen": ("127.0.0.1",),
+    "port": 4001,
+    "relay": (),
+    "announce": (),
+    "up_mbps": 8.0,
+    "down_mbps": None,
+}
+
+
+def test_an_announced_address_needs_a_port() -> None:
+    assert names_a_port("203.0.113.7:4001") and names_a_port("/dns/host.example/tcp/4001")
+    assert names_a_port("[2001:db8::1]:4001") and not names_a_port("2001:db8::1")
+    check_announce({"announce": ("203.0.113.7:4001",), "port": 0})
+    check_announce({"announce": ("203.0.113.7",), "port": 4001})
+    with pytest.raises(UsageError, match="needs a port") as caught:
+        check_announce({"announce": ("203.0.113.7",), "port": 0})
+    assert "--port" in caught.value.hint
+    with pytest.raises(AddressError):
+        check_announce({"announce": ("not an address",), "port": 4001})
+
+
+def test_rates_are_in_megabits(tmp_path: Any) -> None:
+    text = with_start(emit(TINY), int(time.time()))
+    settings = network_settings(Part(text, tmp_path, (), True, OPTIONS))
+    assert settings.up_bytes_per_s == 1_000_000.0 and settings.down_bytes_per_s is None
+    assert settings.daemon.port == 4001 and settings.state_folder == tmp_path
+    with pytest.raises(AddressError):
+        network_settings(Part(text, tmp_path, (), True, {**OPTIONS, "relay": ("/ip4/1.2.3.4",)}))
+
+
+def test_a_run_that_is_over_is_said_to_be(capsys: pytest.CaptureFixture[str]) -> None:
+    length_s = TINY.rounds.count * TINY.rounds.period_s
+
+    def run(ago_s: float) -> Any:
+        start_s = int(time.time() - length_s - ago_s)
+        return replace(TINY, rounds=replace(TINY.rounds, start_s=start_s))
+
+    say_if_over(run(-100), ("/an/address",))
+    assert capsys.readouterr().err == ""
+    say_if_over(run(7200), ("/an/address",))
+    said = capsys.readouterr().err
+    assert "ended 2.0 hours ago" in said and "blockswarm assemble /an/address" in said
+    say_if_over(run(600), ())
+    assert "10 minutes" in capsys.readouterr().err
