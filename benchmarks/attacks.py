@@ -24,11 +24,11 @@ from benchmarks.exchange_rows import DEFAULT, HeldOut, SmallRow, cpu_minutes, tr
 from node.data.corpus import benchmark_corpus
 from node.machine.memory import keep_freed_memory
 from protocol.limits import PEER_ID_BYTES
-from swarm.aggregate import Rule
-from swarm.feedback import unsent
-from swarm.fixed_point import FixedUpdate, Ints, norm
-from swarm.flat import flat_weights
-from swarm.updates import UpdateCodec
+from swarm.consensus.aggregate import Rule
+from swarm.consensus.feedback import unsent
+from swarm.consensus.fixed_point import FixedUpdate, Ints, norm
+from swarm.consensus.updates import UpdateCodec
+from swarm.learning.flat import flat_weights
 
 ATTACKED = 1
 HEADER_BYTES = 2 + 8 + PEER_ID_BYTES  # block, round, sender

@@ -40,13 +40,13 @@ from protocol import messages
 from protocol.frames import Chunks, content_digest
 from protocol.messages import Message
 from protocol.records import Role
-from swarm import actions as act
-from swarm.deadline import DeadlineRules
-from swarm.fixed_point import to_float
-from swarm.flat import Change, Floats
-from swarm.log import Entry
-from swarm.round_state import RoundRules
-from swarm.updates import UpdateCodec
+from swarm.consensus.fixed_point import to_float
+from swarm.consensus.log import Entry
+from swarm.consensus.updates import UpdateCodec
+from swarm.learning.flat import Change, Floats
+from swarm.rounds import actions as act
+from swarm.rounds.deadline import DeadlineRules
+from swarm.rounds.state import RoundRules
 
 RUN_FILE = b"averaging benchmark"
 RUN_ID = content_digest(RUN_FILE)

@@ -24,11 +24,9 @@ from benchmarks.wire_bytes import control_bytes, follow_bytes, pull_bytes
 from node.data.windows import WindowStream, stream_seed
 from node.log.consensus import TREND_ROUNDS
 from protocol.errors import BlockswarmError, WireError
-from swarm.aggregate import Rule, aggregate, clip_scale, norm_limit
-from swarm.composition import ComposedModel
-from swarm.coupling import composed_versions, followed_blocks, upstream_versions
-from swarm.feedback import unsent
-from swarm.fixed_point import (
+from swarm.consensus.aggregate import Rule, aggregate, clip_scale, norm_limit
+from swarm.consensus.feedback import unsent
+from swarm.consensus.fixed_point import (
     QUANTUM_BITS,
     SCALE_ONE,
     FixedUpdate,
@@ -40,14 +38,16 @@ from swarm.fixed_point import (
     to_fixed,
     to_float,
 )
-from swarm.flat import Floats, add_flat, flat_weights, load_flat
-from swarm.model import Block
-from swarm.moving_copy import MovingCopy, frozen_copy
+from swarm.consensus.sums import apply_step
+from swarm.consensus.updates import UpdateCodec, update_digest
+from swarm.learning.composition import ComposedModel
+from swarm.learning.coupling import composed_versions, followed_blocks, upstream_versions
+from swarm.learning.flat import Floats, add_flat, flat_weights, load_flat
+from swarm.learning.model import Block
+from swarm.learning.moving_copy import MovingCopy, frozen_copy
+from swarm.learning.worker import BlockWorker, initial_block
 from swarm.run import Run
 from swarm.runfile import scheduled_steps
-from swarm.sums import apply_step
-from swarm.updates import UpdateCodec, update_digest
-from swarm.worker import BlockWorker, initial_block
 
 CPU = torch.device("cpu")
 NORM_ROUNDS, SCORE_ROUNDS = 8, 7  # what `ConsensusLog` remembers for the rule

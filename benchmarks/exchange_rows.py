@@ -19,8 +19,8 @@ import torch
 from benchmarks.exchange import Diverged, ExchangeSwarm
 from node.data.corpus import benchmark_corpus
 from node.data.windows import evaluation_windows
-from swarm.composition import fit_composition
-from swarm.evaluate import honest_ce
+from swarm.learning.composition import fit_composition
+from swarm.learning.evaluate import honest_ce
 from swarm.run import ModelShape, Run, Training, usual_learning_rate
 from swarm.runfile import scheduled_steps
 

@@ -22,11 +22,11 @@ from torch.profiler import ProfilerActivity, profile
 
 from benchmarks import harness
 from node.machine.memory import keep_freed_memory
-from swarm.coupling import followed_blocks
-from swarm.moving_copy import MovingCopy
-from swarm.reference import ReferenceWorker
+from swarm.learning.coupling import followed_blocks
+from swarm.learning.moving_copy import MovingCopy
+from swarm.learning.reference import ReferenceWorker
+from swarm.learning.worker import BlockWorker, initial_block
 from swarm.run import Coupling, ModelShape, Run
-from swarm.worker import BlockWorker, initial_block
 
 CPU = torch.device("cpu")
 COUPLINGS: tuple[Coupling, ...] = ("independent", "look_ahead")

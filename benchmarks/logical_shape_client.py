@@ -23,8 +23,8 @@ from node.serving.output import Order, Output
 from protocol.errors import BlockswarmError
 from protocol.limits import SWEEP_HOP_MAX_S
 from protocol.records import Role
-from swarm.generate import Sampling
 from swarm.runfile import parse, run_id
+from swarm.writing.generate import Sampling
 
 
 async def write(client: SweepClient, asked: dict[str, Any]) -> dict[str, Any]:

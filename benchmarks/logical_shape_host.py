@@ -23,8 +23,8 @@ from node.network.daemon import DaemonSettings
 from node.network.network import NetworkSettings
 from node.serving.host import ModelFolder, ServeSettings, ServingHost, run_file_of
 from node.serving.server import BlockServer
-from swarm.composition import ComposedModel
-from swarm.model import Block
+from swarm.learning.composition import ComposedModel
+from swarm.learning.model import Block
 from swarm.runfile import run_id
 
 SESSION_S = 1800.0  # in the place of 60: a traversal alone may take longer

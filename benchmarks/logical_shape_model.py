@@ -18,7 +18,7 @@ from torch import Tensor, nn
 from benchmarks.logical_shape_matmul import HalfLinear, Ways
 from protocol.frames import content_digest
 from swarm.cost import block_parameters
-from swarm.model import Block, Layer, LayerCache, NoisyInput, RotaryPositions
+from swarm.learning.model import Block, Layer, LayerCache, NoisyInput, RotaryPositions
 from swarm.run import ModelShape, Run, Training
 
 BLOCKS = 3

@@ -38,7 +38,7 @@ import torch
 from benchmarks import harness
 from node.trainer.process import TrainerSettings
 from node.trainer.trainer import Trainer
-from swarm.reference import ReferenceWorker
+from swarm.learning.reference import ReferenceWorker
 from swarm.run import ModelShape
 from swarm.run_template import emit, preset
 from swarm.runfile import RoundSchedule, parse, run_id, scheduled_steps, with_start

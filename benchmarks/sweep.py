@@ -35,9 +35,9 @@ from benchmarks.sweep_modes import (
     troubles,
 )
 from benchmarks.wan.namespaces import BedFailed, or_skipped
-from swarm import denoise
-from swarm.generate import Sampling, generate
-from swarm.sweep import DraftOrder, Passage, draft, finish, score
+from swarm.writing import denoise
+from swarm.writing.generate import Sampling, generate
+from swarm.writing.sweep import DraftOrder, Passage, draft, finish, score
 
 HOPS = 4  # client, three hosts, client
 QUALITY_RTT_MS = 20  # texts do not depend on it

@@ -23,8 +23,8 @@ from node.serving.client import SweepClient
 from node.serving.output import Order, Output
 from protocol.errors import BlockswarmError
 from protocol.records import Role
-from swarm.generate import Sampling
 from swarm.runfile import parse, run_id
+from swarm.writing.generate import Sampling
 
 Facts = dict[str, Any]
 

@@ -25,11 +25,11 @@ from node.data.corpus import Corpus, benchmark_corpus
 from node.data.download import cache_folder
 from node.data.windows import WindowStream, stream_seed
 from node.local.model_folder import has_model, load_model
-from swarm.composition import ComposedModel
-from swarm.generate import Sampling
-from swarm.reference import ReferenceWorker
+from swarm.learning.composition import ComposedModel
+from swarm.learning.reference import ReferenceWorker
 from swarm.run import Run
-from swarm.speculative import choose_rows
+from swarm.writing.generate import Sampling
+from swarm.writing.speculative import choose_rows
 
 REPEATED_BYTES = 8  # a run of so many bytes that was there before counts as repetition
 CPU = torch.device("cpu")

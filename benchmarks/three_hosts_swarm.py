@@ -244,9 +244,9 @@ def expected_bytes(counted: int, frames: int, estimated: int) -> int:
 def start_ce(run: RunFile, corpus: Corpus, evaluate_bytes: int) -> float:
     """Honest CE of the first weights, on the bytes that the assembled model is judged by."""
     from node.local.training import held_out_batches
-    from swarm.composition import ComposedModel
-    from swarm.evaluate import honest_ce
-    from swarm.worker import initial_block
+    from swarm.learning.composition import ComposedModel
+    from swarm.learning.evaluate import honest_ce
+    from swarm.learning.worker import initial_block
 
     spec = run.run
     blocks = [initial_block(spec, block) for block in range(spec.model.blocks)]

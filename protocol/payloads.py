@@ -2,7 +2,7 @@
 
 Decides their form and the signature of a vote, which travels as a blob so that it can be passed
 on by others. Knows nothing of who wins a vote, nor of what an update or a log entry means
-(`swarm/updates.py` turns these forms into those that rounds work with).
+(`swarm/consensus/updates.py` turns these forms into those that rounds work with).
 """
 
 from __future__ import annotations
@@ -222,7 +222,7 @@ def pack_log(entries: Sequence[LogEntry]) -> bytes:
 
 
 def unpack_log(payload: BytesLike) -> list[LogEntry]:
-    """Entries of the right form; whether they are a chain is for `swarm.log` to say."""
+    """Entries of the right form; whether they are a chain is for `swarm.consensus.log` to say."""
     rows = unpack_rows(
         payload,
         _bounded(payload, PAYLOAD_MAX_BYTES[Kind.LOG_REPLY]),

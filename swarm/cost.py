@@ -11,8 +11,8 @@ import math
 from typing import TYPE_CHECKING
 
 from protocol.codec import CodecId
-from swarm.coupling import followed_blocks
-from swarm.groups import MAX_GROUP, group_count
+from swarm.learning.coupling import followed_blocks
+from swarm.rounds.groups import MAX_GROUP, group_count
 from swarm.run import VOCABULARY, ModelShape, Objective, Run
 
 if TYPE_CHECKING:

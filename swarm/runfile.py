@@ -24,8 +24,8 @@ from protocol.errors import UsageError
 from protocol.frames import content_digest
 from protocol.limits import LOG_ENTRIES_PER_REPLY, PAYLOAD_MAX_BYTES, TIME_MAX_S, Kind
 from swarm.cost import block_parameters, worker_memory_bytes
-from swarm.deadline import DeadlineRules
-from swarm.round_state import RoundRules
+from swarm.rounds.deadline import DeadlineRules
+from swarm.rounds.state import RoundRules
 from swarm.run import ModelShape, Noise, Run, Training
 
 FORMAT = 1

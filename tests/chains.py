@@ -17,13 +17,13 @@ from protocol.errors import WireError
 from protocol.frames import Oversize, Stalled, content_digest
 from protocol.identity import Identity, load_or_create, peer_text
 from protocol.messages import Message
-from swarm.aggregate import aggregate
-from swarm.deadline import DeadlineRules
-from swarm.fixed_point import step_digest, to_fixed, weights_digest
-from swarm.log import ConsensusLog, Contribution, Entry, genesis
-from swarm.round_state import RoundRules
-from swarm.sums import apply_step
-from swarm.updates import UpdateCodec, update_digest
+from swarm.consensus.aggregate import aggregate
+from swarm.consensus.fixed_point import step_digest, to_fixed, weights_digest
+from swarm.consensus.log import ConsensusLog, Contribution, Entry, genesis
+from swarm.consensus.sums import apply_step
+from swarm.consensus.updates import UpdateCodec, update_digest
+from swarm.rounds.deadline import DeadlineRules
+from swarm.rounds.state import RoundRules
 
 T = TypeVar("T")
 

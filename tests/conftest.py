@@ -12,10 +12,10 @@ import torch
 from hypothesis import settings
 
 from benchmarks.wan import namespaces
-from swarm.composition import ComposedModel
-from swarm.model import Block
+from swarm.learning.composition import ComposedModel
+from swarm.learning.model import Block
+from swarm.learning.worker import initial_block
 from swarm.run import ModelShape, Noise, Run, Training
-from swarm.worker import initial_block
 
 # Derandomized: a red run of CI is red again when it is repeated. No deadline: CI machines stall.
 settings.register_profile("blockswarm", deadline=None, derandomize=True)

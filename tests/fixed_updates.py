@@ -5,7 +5,7 @@ from __future__ import annotations
 import numpy as np
 from hypothesis import strategies as st
 
-from swarm.fixed_point import VALUE_LIMIT, FixedUpdate, Ints
+from swarm.consensus.fixed_point import VALUE_LIMIT, FixedUpdate, Ints
 
 SIZE = 40
 

@@ -18,7 +18,7 @@ from serving_swarm import Swarm
 from node.gateway.outputs import Plan
 from node.gateway.server import Gateway, GatewaySettings
 from node.serving.client import SweepClient
-from swarm.composition import ComposedModel
+from swarm.learning.composition import ComposedModel
 
 EXACT, BYTEWISE = Plan("exact", 1, 6), Plan("autoregressive", 1, 0)
 KEY = "secret"

@@ -12,10 +12,10 @@ import numpy as np
 
 from node.replica.replica import Replica
 from protocol.limits import PEER_ID_BYTES
-from swarm.feedback import Unsent
-from swarm.fixed_point import QUANTUM_BITS, FixedUpdate
-from swarm.flat import Floats
-from swarm.log import ConsensusLog
+from swarm.consensus.feedback import Unsent
+from swarm.consensus.fixed_point import QUANTUM_BITS, FixedUpdate
+from swarm.consensus.log import ConsensusLog
+from swarm.learning.flat import Floats
 
 HEADER_BYTES = 2 + 8 + PEER_ID_BYTES  # block, round, sender
 HEAD_BIAS_AT = 256 * 32  # weights are in the order of their names: after an embedding of width 32

@@ -2,10 +2,10 @@
 
 from __future__ import annotations
 
-from swarm.deadline import DeadlineRules
-from swarm.log import ConsensusLog, genesis
-from swarm.round_state import RoundRules, RoundState
-from swarm.votes import UpdateRef
+from swarm.consensus.log import ConsensusLog, genesis
+from swarm.consensus.votes import UpdateRef
+from swarm.rounds.deadline import DeadlineRules
+from swarm.rounds.state import RoundRules, RoundState
 
 RULES = RoundRules(0.0, 20.0, DeadlineRules(1.0, 6.0), 1.5, 1.5)
 START = genesis("run", 0, bytes(32))

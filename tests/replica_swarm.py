@@ -24,13 +24,13 @@ from node.trainer.trainer import TrainerError
 from protocol.frames import Oversize, Stalled, content_digest
 from protocol.identity import Identity, load_or_create
 from protocol.messages import Message
-from swarm import actions as act
-from swarm.deadline import DeadlineRules
-from swarm.fixed_point import to_float
-from swarm.flat import Change, Floats
-from swarm.log import Entry
-from swarm.round_state import RoundRules
-from swarm.updates import UpdateCodec
+from swarm.consensus.fixed_point import to_float
+from swarm.consensus.log import Entry
+from swarm.consensus.updates import UpdateCodec
+from swarm.learning.flat import Change, Floats
+from swarm.rounds import actions as act
+from swarm.rounds.deadline import DeadlineRules
+from swarm.rounds.state import RoundRules
 
 SIZE = 512
 PERIOD_S = 0.6

@@ -16,9 +16,9 @@ from node.serving.host import serve_weights
 from node.serving.output import Figures, Order, Output
 from node.serving.server import BlockServer
 from protocol.records import Record, Role
-from swarm.composition import ComposedModel
-from swarm.flat import flat_weights
-from swarm.generate import Sampling, generate
+from swarm.learning.composition import ComposedModel
+from swarm.learning.flat import flat_weights
+from swarm.writing.generate import Sampling, generate
 
 GREEDY = Sampling(temperature=0.0)
 

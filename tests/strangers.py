@@ -11,7 +11,7 @@ from loopback import RUN_ID
 from node.network.standing import Standings
 from protocol.identity import Identity, generate
 from protocol.records import Record, Role, SignedRecord, seal
-from swarm.log import ConsensusLog, Contribution, Entry, genesis
+from swarm.consensus.log import ConsensusLog, Contribution, Entry, genesis
 
 
 def many(count: int) -> list[Identity]:

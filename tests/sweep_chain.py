@@ -6,10 +6,10 @@ from dataclasses import replace
 
 import torch
 
-from swarm.composition import ComposedModel
-from swarm.generate import Sampling
-from swarm.sweep import DraftOrder, Passage, byte_scores, draft, finish, score
-from swarm.writer import Ask, SweepWriter, VerifiedWriter
+from swarm.learning.composition import ComposedModel
+from swarm.writing.generate import Sampling
+from swarm.writing.sweep import DraftOrder, Passage, byte_scores, draft, finish, score
+from swarm.writing.writer import Ask, SweepWriter, VerifiedWriter
 
 
 class Chain:

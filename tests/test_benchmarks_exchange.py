@@ -15,10 +15,10 @@ from benchmarks.exchange_rows import run_of
 from node.replica.replica import Replica
 from protocol.limits import DIGEST_BYTES
 from protocol.messages import AnnounceReply
-from swarm.aggregate import Rule
-from swarm.coupling import upstream_versions
-from swarm.feedback import Unsent, unsent
-from swarm.flat import flat_weights
+from swarm.consensus.aggregate import Rule
+from swarm.consensus.feedback import Unsent, unsent
+from swarm.learning.coupling import upstream_versions
+from swarm.learning.flat import flat_weights
 from swarm.run import ModelShape
 
 TEXT = np.random.default_rng(0).integers(0, 256, 4096).astype(np.uint8)

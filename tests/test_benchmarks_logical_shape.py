@@ -15,10 +15,11 @@ from benchmarks.harness import ROOT
 from benchmarks.logical_shape_bed import Pass, Written
 from benchmarks.logical_shape_matmul import WAYS, HalfLinear, Ways, fastest_ways
 from benchmarks.logical_shape_model import BLOCKS, SHAPES, shared_block
-from swarm.composition import ComposedModel
-from swarm.denoise import JointDenoising, traverse
-from swarm.model import Block, block_of
-from swarm.noise import target_table
+from swarm.learning.composition import ComposedModel
+from swarm.learning.joint_denoising import JointDenoising
+from swarm.learning.model import Block, block_of
+from swarm.learning.noise import target_table
+from swarm.writing.denoise import traverse
 
 TINY = SHAPES["tiny"]
 EXACT = Ways("fp32 tiles", "fp32 tiles")

@@ -25,9 +25,9 @@ from protocol.errors import DataError, UsageError
 from protocol.frames import Tally
 from protocol.ledger import Ledger
 from protocol.messages import Purpose
-from swarm.composition import ComposedModel
+from swarm.learning.composition import ComposedModel
+from swarm.learning.worker import initial_block
 from swarm.runfile import DataRules, RunFile
-from swarm.worker import initial_block
 
 RUN_ID = bytes(range(32))
 TEXT = "".join(f"{n} green bottles hanging on the wall\n" for n in range(400))

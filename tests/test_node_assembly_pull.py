@@ -30,7 +30,7 @@ from protocol.frames import content_digest
 from protocol.identity import Identity, peer_text
 from protocol.messages import Message
 from protocol.records import Record, Role, SignedRecord
-from swarm.fixed_point import (
+from swarm.consensus.fixed_point import (
     add_into,
     compact,
     rounded_mean,
@@ -39,11 +39,11 @@ from swarm.fixed_point import (
     to_float,
     weights_digest,
 )
-from swarm.flat import flat_weights, initial_flat
-from swarm.log import ConsensusLog, Contribution, Entry, genesis
+from swarm.consensus.log import ConsensusLog, Contribution, Entry, genesis
+from swarm.consensus.sums import apply_step
+from swarm.consensus.updates import UpdateCodec
+from swarm.learning.flat import flat_weights, initial_flat
 from swarm.runfile import RunFile
-from swarm.sums import apply_step
-from swarm.updates import UpdateCodec
 
 M = TypeVar("M", bound=Message)
 

@@ -12,7 +12,7 @@ from hypothesis import strategies as st
 
 from node.gateway.request import DEFAULT_LENGTH, ApiError, Limits, Wanted, parse_request
 from node.gateway.text import TextStream
-from swarm.generate import Sampling
+from swarm.writing.generate import Sampling
 
 LIMITS = Limits(prompt_bytes=100, length=200, outputs=6)
 

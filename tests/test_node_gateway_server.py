@@ -13,7 +13,7 @@ from loopback import _no_daemon_left, run, until  # noqa: F401
 from serving_swarm import local, swarm
 
 from node.gateway.request import Limits
-from swarm.composition import ComposedModel
+from swarm.learning.composition import ComposedModel
 
 # Answers.
 

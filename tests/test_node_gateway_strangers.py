@@ -15,7 +15,7 @@ from serving_swarm import swarm
 
 from node.gateway.request import Limits
 from protocol.errors import UsageError
-from swarm.composition import ComposedModel
+from swarm.learning.composition import ComposedModel
 
 
 def test_bad_requests_are_answered_in_openais_form(

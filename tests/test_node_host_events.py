@@ -10,8 +10,8 @@ from node.host.events import EventWriter
 from protocol.frames import Tally
 from protocol.ledger import Ledger
 from protocol.messages import Purpose
-from swarm import actions as act
 from swarm.events import RoundEvent, from_line, to_line
+from swarm.rounds import actions as act
 
 REPORT = act.Report(3, "decided", (), (), (), (), (), True, 1, 0.5)
 

@@ -21,8 +21,8 @@ from protocol.frames import Refused
 from protocol.identity import generate, peer_text
 from protocol.messages import Purpose
 from protocol.records import Role
-from swarm.deadline import DeadlineRules
-from swarm.round_state import RoundRules
+from swarm.rounds.deadline import DeadlineRules
+from swarm.rounds.state import RoundRules
 
 BLOCKS = 3
 

@@ -19,8 +19,8 @@ from node.replica.own_updates import OwnUpdate, OwnUpdates
 from node.replica.running_weights import Moment
 from protocol.errors import WireError
 from protocol.identity import peer_text
-from swarm.updates import update_digest
-from swarm.votes import UpdateRef
+from swarm.consensus.updates import update_digest
+from swarm.consensus.votes import UpdateRef
 
 
 @pytest.fixture

@@ -16,8 +16,8 @@ from node.host.events import Measured
 from node.host.training import Training
 from node.trainer.process import TrainerSettings
 from node.trainer.weights_queue import WeightsQueue
-from swarm.fixed_point import to_fixed
-from swarm.flat import Floats, initial_flat
+from swarm.consensus.fixed_point import to_fixed
+from swarm.learning.flat import Floats, initial_flat
 
 
 async def until(true: Callable[[], bool]) -> None:

@@ -18,7 +18,7 @@ from node.local.memory import (
     training_memory_bytes,
 )
 from protocol.errors import UsageError
-from swarm.local import LocalSwarm
+from swarm.learning.local import LocalSwarm
 from swarm.run import ModelShape, Run, Training
 
 CPU = torch.device("cpu")

@@ -21,9 +21,9 @@ from node.local.model_folder import (
     weights_digest,
 )
 from protocol.errors import ModelError, UsageError
-from swarm.composition import ComposedModel
+from swarm.learning.composition import ComposedModel
+from swarm.learning.worker import initial_block
 from swarm.run import ModelShape, Run
-from swarm.worker import initial_block
 
 CPU = torch.device("cpu")
 RUN = Run(ModelShape(blocks=3, layers=1, width=16, heads=2, context=8))

@@ -22,8 +22,8 @@ from node.local.model_folder import load_model, read_manifest
 from node.local.training import CHECKPOINT, LocalTraining, cut_off_run
 from node.machine.atomic import StorageError
 from protocol.errors import LeakError, ModelError, UsageError
-from swarm.evaluate import Evaluation
-from swarm.local import LocalSwarm
+from swarm.learning.evaluate import Evaluation
+from swarm.learning.local import LocalSwarm
 from swarm.run import ModelShape, Noise, Run, Training
 
 CPU = torch.device("cpu")

@@ -10,9 +10,9 @@ import pytest
 from chains import CODEC, EVERY, FIRST, Chain, identity
 
 from node.log.consensus import TREND_ROUNDS, Consensus
-from swarm.fixed_point import step_digest, to_fixed, weights_digest
-from swarm.log import LogError
-from swarm.updates import from_shards, replayed_step
+from swarm.consensus.fixed_point import step_digest, to_fixed, weights_digest
+from swarm.consensus.log import LogError
+from swarm.consensus.updates import from_shards, replayed_step
 
 
 @pytest.fixture

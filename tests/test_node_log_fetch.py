@@ -11,14 +11,14 @@ import pytest
 from chains import CODEC, FIRST, RUN, SIZE, Chain, Donors, identity, run
 
 import node.log.fetch
-import swarm.updates
+import swarm.consensus.updates
 from node.log.catch_up import consensus_at
 from node.log.consensus import Consensus, Snapshot
 from node.log.fetch import FetchError, LogFetcher
 from protocol.frames import content_digest
 from protocol.messages import Message, Purpose
 from protocol.payloads import pack_updates, unpack_updates
-from swarm.log import ConsensusLog
+from swarm.consensus.log import ConsensusLog
 
 
 @pytest.fixture
@@ -140,7 +140,7 @@ def test_who_names_a_false_snapshot_is_blamed_alone(chain: Chain) -> None:
     liar = chain.fork(2)
     for digest, held in liar.consensus.snapshots.items():
         weights = np.ones(SIZE, dtype=np.int32)
-        index = swarm.updates.snapshot_index(weights)
+        index = swarm.consensus.updates.snapshot_index(weights)
         pin = replace(held.pin, name=content_digest(index))
         liar.consensus.snapshots[digest] = Snapshot(pin, index, weights)
     donors = Donors(liar=liar, good=chain, fine=chain)
@@ -175,7 +175,7 @@ def test_a_log_without_its_history_is_not_taken(chain: Chain) -> None:
 def test_shards_come_from_all_donors_and_a_silent_one_costs_its_place(
     chain: Chain, monkeypatch: pytest.MonkeyPatch
 ) -> None:
-    for module in (node.log.fetch, swarm.updates):
+    for module in (node.log.fetch, swarm.consensus.updates):
         monkeypatch.setattr(module, "SHARD_BYTES", 128)  # 1200 bytes are ten shards
     first = chain.fork(1)
     chain = Chain(chain.identity).grow(10)

@@ -14,8 +14,8 @@ from node.log.fetch import FetchError, RemoteLog
 from node.log.follow import ASKED_PER_LOOK_UP, Follower, FollowSettings
 from protocol.identity import peer_text
 from protocol.messages import Message, Purpose
-from swarm.forks import AWAY
-from swarm.log import ConsensusLog, Contribution, Entry, genesis
+from swarm.consensus.forks import AWAY
+from swarm.consensus.log import ConsensusLog, Contribution, Entry, genesis
 
 
 @pytest.fixture

@@ -11,7 +11,7 @@ import torch
 from node.machine import device
 from node.machine.device import autocast_dtype, available_devices, choose_device, make_deterministic
 from protocol.errors import UsageError
-from swarm.local import LocalSwarm
+from swarm.learning.local import LocalSwarm
 from swarm.run import ModelShape, Run, Training
 
 CPU = torch.device("cpu")

@@ -17,7 +17,7 @@ from node.network.peer_clock import SILENT, PeerClock
 from protocol import messages
 from protocol.frames import Stalled
 from protocol.identity import Identity
-from swarm.clock import MAX_OFFSET_S
+from swarm.rounds.clock import MAX_OFFSET_S
 
 RUN = bytes(32)
 

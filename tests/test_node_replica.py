@@ -16,9 +16,9 @@ from node.replica.running_weights import Moment
 from protocol import messages
 from protocol.frames import Refused
 from protocol.messages import Message
-from swarm.feedback import unsent
-from swarm.fixed_point import to_float
-from swarm.flat import Floats
+from swarm.consensus.feedback import unsent
+from swarm.consensus.fixed_point import to_float
+from swarm.learning.flat import Floats
 
 
 def test_three_learn_the_same_and_a_latecomer_catches_up_from_a_snapshot(tmp_path: Path) -> None:
@@ -306,6 +306,6 @@ def test_nothing_grows_from_round_to_round(tmp_path: Path) -> None:
         grown = {kind: late[kind] - early[kind] for kind in late if late[kind] > early[kind]}
         # Where in its round each one is looked at differs by some objects, not by some a round.
         assert all(more <= 16 for more in grown.values()), grown
-        assert late["swarm.log.Entry"] <= 3 * (16 + 8)
+        assert late["swarm.consensus.log.Entry"] <= 3 * (16 + 8)
 
     run(work, tmp_path)

@@ -13,11 +13,11 @@ import node.log.consensus
 from node.replica.aggregation import Aggregation
 from node.replica.exchange import Held
 from protocol.identity import peer_text
-from swarm import actions as act
-from swarm.fixed_point import weights_digest
-from swarm.log import Entry
-from swarm.updates import snapshot_index, update_digest
-from swarm.votes import UpdateRef
+from swarm.consensus.fixed_point import weights_digest
+from swarm.consensus.log import Entry
+from swarm.consensus.updates import snapshot_index, update_digest
+from swarm.consensus.votes import UpdateRef
+from swarm.rounds import actions as act
 
 
 def asked(chain: Chain, seed: int) -> tuple[act.Aggregate, dict[bytes, Held]]:

@@ -26,7 +26,7 @@ from protocol.identity import Identity, peer_text
 from protocol.ledger import Ledger
 from protocol.payloads import pack_records, record_of
 from protocol.records import Record, Role
-from swarm import actions as act
+from swarm.rounds import actions as act
 
 Heard = list[act.PeerRecord]
 

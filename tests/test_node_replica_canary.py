@@ -12,7 +12,7 @@ from replica_swarm import Swarm, run
 
 from node.replica.canary import CanaryWatch
 from protocol.identity import generate, peer_text
-from swarm.flat import Floats
+from swarm.learning.flat import Floats
 
 
 def test_the_canary_finds_a_poisoner_that_two_cannot_outvote(tmp_path: Path) -> None:

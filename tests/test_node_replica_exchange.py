@@ -11,8 +11,8 @@ from protocol.identity import Identity, generate, peer_text
 from protocol.limits import VOTES_PER_REPLY
 from protocol.payloads import SignedVote, seal_vote
 from protocol.payloads import Vote as WireVote
-from swarm import actions as act
-from swarm.updates import UpdateCodec
+from swarm.consensus.updates import UpdateCodec
+from swarm.rounds import actions as act
 
 RUN, ROUND = bytes(32), 5
 SETTINGS = ReplicaSettings(RUN, 0, RULES, UpdateCodec("int8", 1000), 16)

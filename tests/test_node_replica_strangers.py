@@ -13,10 +13,10 @@ from replica_swarm import SIZE, Swarm, run, same_head
 from node.replica.exchange import Held
 from protocol.errors import WireError
 from protocol.frames import content_digest
-from swarm import actions as act
-from swarm.feedback import Unsent
-from swarm.fixed_point import to_float
-from swarm.votes import UpdateRef
+from swarm.consensus.feedback import Unsent
+from swarm.consensus.fixed_point import to_float
+from swarm.consensus.votes import UpdateRef
+from swarm.rounds import actions as act
 
 
 def test_a_liar_among_four_changes_nothing_for_the_others(tmp_path: Path) -> None:

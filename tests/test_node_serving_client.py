@@ -10,7 +10,7 @@ import pytest
 from conftest import MakeRun
 
 from node.serving.client import SweepClient
-from swarm.route import Offer
+from swarm.writing.route import Offer
 
 
 def offer(peer: bytes) -> Offer:

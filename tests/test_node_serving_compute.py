@@ -14,8 +14,8 @@ from node.serving.compute import LostCache, Session, compute, parcel_of
 from protocol.identity import peer_id_of
 from protocol.parcel import Parcel
 from protocol.serving import Hop, Mode, Sweep
-from swarm.model import Block
-from swarm.sweep import Passage
+from swarm.learning.model import Block
+from swarm.writing.sweep import Passage
 
 PEER = peer_id_of(b"p" * 32)
 TEXTS = [b"abcde", b"swarm", b"\x00\xff..."]

@@ -28,12 +28,13 @@ from protocol.identity import peer_id_of
 from protocol.parcel import Parcel, pack_parcel, parcel_bytes, unpack_parcel
 from protocol.records import Record, Role
 from protocol.serving import Hop, Mode, Sweep
-from swarm.composition import ComposedModel
-from swarm.denoise import JointDenoising, write
-from swarm.flat import flat_weights
-from swarm.generate import Sampling
+from swarm.learning.composition import ComposedModel
+from swarm.learning.flat import flat_weights
+from swarm.learning.joint_denoising import JointDenoising
 from swarm.runfile import parse
-from swarm.writer import Ask
+from swarm.writing.denoise import write
+from swarm.writing.generate import Sampling
+from swarm.writing.writer import Ask
 
 PEER = peer_id_of(b"p" * 32)
 SAMPLED = Sampling(0.9, 40, seed=3)

@@ -26,9 +26,9 @@ from node.serving.client import SweepClient
 from node.serving.output import Figures, Order, Output
 from protocol.identity import peer_from_text
 from protocol.records import Role
-from swarm.composition import ComposedModel
-from swarm.generate import Sampling, generate
+from swarm.learning.composition import ComposedModel
 from swarm.runfile import parse, run_id
+from swarm.writing.generate import Sampling, generate
 
 GREEDY = Sampling(temperature=0.0)
 NEAR_TIE_NATS = 1e-4

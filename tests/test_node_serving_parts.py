@@ -23,9 +23,9 @@ from protocol.identity import peer_id_of
 from protocol.packing import Malformed
 from protocol.parcel import Parcel, pack_parcel, parcel_bytes, unpack_parcel
 from protocol.serving import Hop, Mode, Sweep
-from swarm.composition import ComposedModel
-from swarm.generate import Sampling
-from swarm.sweep import Passage, joined
+from swarm.learning.composition import ComposedModel
+from swarm.writing.generate import Sampling
+from swarm.writing.sweep import Passage, joined
 
 PEER = peer_id_of(b"p" * 32)
 KEY = (PEER, b"s" * 16, b"d" * 32)

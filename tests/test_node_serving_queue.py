@@ -21,7 +21,7 @@ from node.serving.sessions import Sessions
 from protocol.identity import peer_id_of
 from protocol.parcel import Parcel
 from protocol.serving import Hop, Mode, Sweep, Trouble
-from swarm.model import Block
+from swarm.learning.model import Block
 from swarm.run import Run
 
 PEER = peer_id_of(b"p" * 32)

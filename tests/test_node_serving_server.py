@@ -24,10 +24,10 @@ from protocol.errors import UsageError
 from protocol.frames import Refused
 from protocol.parcel import Parcel
 from protocol.serving import Sweep, SweepHanded, SweepTaken, SweepWait
-from swarm.composition import ComposedModel
-from swarm.flat import flat_weights
-from swarm.generate import Sampling
-from swarm.writer import Ask
+from swarm.learning.composition import ComposedModel
+from swarm.learning.flat import flat_weights
+from swarm.writing.generate import Sampling
+from swarm.writing.writer import Ask
 
 PROMPTS = [b"a", b"blocks", b"", b"the swarm serves", bytes(range(30))]
 

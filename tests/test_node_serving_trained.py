@@ -19,12 +19,12 @@ from node.serving.host import versions_kept
 from node.serving.output import Order, Output
 from node.serving.trained import TrainedServer, WeightsOf, trained_server
 from protocol.records import Record, Role
-from swarm.composition import ComposedModel
-from swarm.fixed_point import Quanta, to_fixed, to_float
-from swarm.flat import flat_weights, initial_flat, load_flat
-from swarm.generate import Sampling, generate
+from swarm.consensus.fixed_point import Quanta, to_fixed, to_float
+from swarm.learning.composition import ComposedModel
+from swarm.learning.flat import flat_weights, initial_flat, load_flat
 from swarm.run_template import emit
 from swarm.runfile import run_id, with_start
+from swarm.writing.generate import Sampling, generate
 
 GREEDY = Sampling(temperature=0.0)
 

@@ -19,8 +19,8 @@ from safetensors.numpy import load_file
 from node.data.corpus import load_corpus
 from node.trainer.process import TrainerSettings
 from node.trainer.trainer import Trainer, TrainerError
-from swarm.fixed_point import to_fixed
-from swarm.flat import Change, initial_flat
+from swarm.consensus.fixed_point import to_fixed
+from swarm.learning.flat import Change, initial_flat
 from swarm.run import ModelShape, Noise, Run, Training
 
 SHAPE = ModelShape(blocks=3, layers=1, width=16, heads=2, context=16)

@@ -26,9 +26,15 @@ from protocol.messages import ErrorCode, decode
 from protocol.payloads import LogEntry, Pin, Vote
 from protocol.records import Record
 from protocol.version import PROTOCOL_MAJOR, PROTOCOL_MINOR
-from swarm.fixed_point import FixedUpdate, step_digest, weights_digest
-from swarm.log import genesis
-from swarm.updates import UpdateCodec, from_wire_entry, shards_of, snapshot_index, to_wire_entry
+from swarm.consensus.fixed_point import FixedUpdate, step_digest, weights_digest
+from swarm.consensus.log import genesis
+from swarm.consensus.updates import (
+    UpdateCodec,
+    from_wire_entry,
+    shards_of,
+    snapshot_index,
+    to_wire_entry,
+)
 
 PATH = Path(__file__).parent.parent / "protocol" / "vectors.json"
 NOW_S = 1_800_000_000.0

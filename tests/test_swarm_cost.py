@@ -19,10 +19,10 @@ from swarm.cost import (
     parameter_counts,
     worker_memory_bytes,
 )
-from swarm.moving_copy import frozen_copy
+from swarm.learning.moving_copy import frozen_copy
+from swarm.learning.worker import BlockWorker, initial_block
 from swarm.run import ModelShape, Run, Training
 from swarm.run_template import preset
-from swarm.worker import BlockWorker, initial_block
 
 TINY = preset("tiny", "tiny")
 

@@ -31,9 +31,9 @@ from node.network.peers import NetworkPeers
 from protocol.errors import DataError, UsageError
 from protocol.ledger import Ledger
 from protocol.records import Role
-from swarm.clock import exchange_opens_s, round_at
-from swarm.composition import SPARE_NATS, ComposedModel, fit_composition
-from swarm.evaluate import Evaluation, honest_ce
+from swarm.learning.composition import SPARE_NATS, ComposedModel, fit_composition
+from swarm.learning.evaluate import Evaluation, honest_ce
+from swarm.rounds.clock import exchange_opens_s, round_at
 from swarm.runfile import RunFile, parse, run_id
 
 Say = Callable[[str], None]

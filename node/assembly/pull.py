@@ -1,9 +1,9 @@
 """Assembly: the latest consensus of every block, pulled and checked, put together into one model.
 
 Decides which version of each block belongs into the model: of the last block the newest that its
-replicas have signed, of the others what its workers read of them (`swarm.coupling`). Trains
-nothing, listens nowhere, writes nothing; a store may keep what was pulled. Works while replicas
-come and go; a block without one is named, and the model can do without it.
+replicas have signed, of the others what its workers read of them (`swarm.learning.coupling`).
+Trains nothing, listens nowhere, writes nothing; a store may keep what was pulled. Works while
+replicas come and go; a block without one is named, and the model can do without it.
 """
 
 from __future__ import annotations
@@ -22,15 +22,15 @@ from protocol.errors import BlockswarmError, UsageError, WireError
 from protocol.identity import peer_text
 from protocol.messages import Message, Purpose
 from protocol.records import SignedRecord
-from swarm.composition import ComposedModel
-from swarm.coupling import composed_versions
-from swarm.fixed_point import weights_digest
-from swarm.flat import Floats, initial_flat, load_flat
-from swarm.log import ConsensusLog
-from swarm.model import Block
+from swarm.consensus.fixed_point import weights_digest
+from swarm.consensus.log import ConsensusLog
+from swarm.consensus.updates import UpdateCodec
+from swarm.learning.composition import ComposedModel
+from swarm.learning.coupling import composed_versions
+from swarm.learning.flat import Floats, initial_flat, load_flat
+from swarm.learning.model import Block
+from swarm.learning.worker import initial_block
 from swarm.runfile import RunFile
-from swarm.updates import UpdateCodec
-from swarm.worker import initial_block
 
 M = TypeVar("M", bound=Message)
 

@@ -21,9 +21,9 @@ from node.machine.atomic import write_atomically
 from protocol.errors import WireError
 from protocol.limits import LOG_ENTRIES_PER_REPLY
 from protocol.payloads import pack_log, unpack_log
-from swarm.fixed_point import weights_digest
-from swarm.log import ConsensusLog, check_chain
-from swarm.updates import from_wire_entry, to_wire_entry
+from swarm.consensus.fixed_point import weights_digest
+from swarm.consensus.log import ConsensusLog, check_chain
+from swarm.consensus.updates import from_wire_entry, to_wire_entry
 
 FOLDER = "consensus"
 

@@ -40,7 +40,7 @@ def demo(out: Path, rounds: int, as_json: bool) -> None:
     from node.commands.demo_swarm import demo_run, run_demo
     from node.local.jobs import load_composed, write_text
     from node.machine.device import make_deterministic
-    from swarm.generate import Sampling
+    from swarm.writing.generate import Sampling
 
     run = demo_run(rounds)
     found = run_demo(out, say, run)
@@ -76,9 +76,9 @@ def _ce_before(run: RunFile) -> float:
     from node.commands.demo_swarm import EVALUATION_BYTES
     from node.data.corpus import load_corpus
     from node.local.training import held_out_batches
-    from swarm.composition import ComposedModel
-    from swarm.evaluate import honest_ce
-    from swarm.worker import initial_block
+    from swarm.learning.composition import ComposedModel
+    from swarm.learning.evaluate import honest_ce
+    from swarm.learning.worker import initial_block
 
     blocks = [initial_block(run.run, index) for index in range(run.run.model.blocks)]
     corpus = load_corpus(run.data.spec)

@@ -1,6 +1,6 @@
 """`blockswarm doctor`: the checks as a list for a person, or as JSON.
 
-Decides how findings look. What is checked, and what counts as wrong, stands in `doctor.py`.
+Decides how findings look. What is checked, and what counts as wrong, stands in `node.doctor`.
 """
 
 from __future__ import annotations

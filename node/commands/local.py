@@ -183,7 +183,7 @@ def evaluate(
     """Honest cross entropy of a model folder: no block ever sees the byte it predicts."""
     from node.local.jobs import composed_as, data_changed, load_with_corpus
     from node.local.training import held_out_batches
-    from swarm.evaluate import honest_ce
+    from swarm.learning.evaluate import honest_ce
 
     composed, corpus = load_with_corpus(model, data, without, options)
     composed = composed_as(composed, composition)
@@ -280,7 +280,7 @@ def generate(
     UTF-8 text are shown as a replacement character.
     """
     from node.local.jobs import load_composed, write_text
-    from swarm.generate import Sampling
+    from swarm.writing.generate import Sampling
 
     sampling = Sampling(0.0 if greedy else temperature, top_k, seed)
     if meant_as_address(str(model)):

@@ -26,7 +26,7 @@ from protocol.errors import UsageError
 if TYPE_CHECKING:
     from node.serving.host import ServingHost
     from node.serving.output import Output
-    from swarm.generate import Sampling
+    from swarm.writing.generate import Sampling
 
 C = TypeVar("C", bound=Any)
 
@@ -221,8 +221,8 @@ async def _generate(
     from node.serving.output import Order, Output, check_without
     from node.serving.server import check_servable
     from protocol.records import Role
-    from swarm.denoise import require_denoising
     from swarm.runfile import parse, run_id
+    from swarm.writing.denoise import require_denoising
 
     text = await fetch_run([address])
     run, without = parse(text).run, tuple(options["without"])

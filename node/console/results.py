@@ -11,7 +11,7 @@ from typing import TYPE_CHECKING, Any
 
 if TYPE_CHECKING:
     from node.data.corpus import Corpus
-    from swarm.evaluate import Evaluation
+    from swarm.learning.evaluate import Evaluation
     from swarm.run import Run
 
 Facts = dict[str, Any]

@@ -1,1 +1,6 @@
-"""Text as bytes: corpora, their download, the windows of a batch."""
+"""Text as bytes.
+
+corpus      which text, and how it is split
+download    WikiText, fetched once and verified
+windows     which bytes are in a batch, and in an evaluation
+"""

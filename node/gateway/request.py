@@ -14,7 +14,7 @@ from dataclasses import dataclass
 from typing import Any, NoReturn
 
 from protocol.errors import BlockswarmError
-from swarm.generate import Sampling
+from swarm.writing.generate import Sampling
 
 KIB = 1024
 DEFAULT_LENGTH = 128

@@ -2,8 +2,8 @@
 
 Decides the order in which these start and stop, and what follows from what the replica tells.
 Knows nothing of other blocks to work on, of budgets or of the host's life: see `host`. What a
-round is stands in `swarm.round`; how the training process is kept in `training`; when the state is
-written in `saving`; what is served in `replica_service`.
+round is stands in `swarm.rounds.round`; how the training process is kept in `training`; when the
+state is written in `saving`; what is served in `node.replica.service`.
 """
 
 from __future__ import annotations
@@ -41,16 +41,16 @@ from node.trainer.process import TrainerSettings
 from node.trainer.trainer import TrainerError
 from protocol.errors import BlockswarmError, UsageError, WireError
 from protocol.identity import peer_text
-from swarm import actions as act
-from swarm.clock import round_at
+from swarm.consensus.log import ConsensusLog, Entry
+from swarm.consensus.updates import UpdateCodec
 from swarm.events import LogEvent
-from swarm.flat import flat_size, initial_flat
-from swarm.groups import MAX_GROUP
-from swarm.log import ConsensusLog, Entry
-from swarm.round_state import RoundRules
+from swarm.learning.flat import flat_size, initial_flat
+from swarm.learning.worker import initial_block
+from swarm.rounds import actions as act
+from swarm.rounds.clock import round_at
+from swarm.rounds.groups import MAX_GROUP
+from swarm.rounds.state import RoundRules
 from swarm.runfile import RunFile
-from swarm.updates import UpdateCodec
-from swarm.worker import initial_block
 
 _log = logging.getLogger(__name__)
 

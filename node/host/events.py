@@ -12,9 +12,9 @@ from dataclasses import dataclass
 
 from protocol.ledger import Count, Ledger
 from protocol.messages import Purpose
-from swarm import actions as act
+from swarm.consensus.log import ConsensusLog
 from swarm.events import MoveEvent, NodeEvent, Refusal, RoundEvent, Traffic, TrustEvent
-from swarm.log import ConsensusLog
+from swarm.rounds import actions as act
 
 
 @dataclass

@@ -22,10 +22,10 @@ from node.log.follow import Follower, FollowSettings
 from node.network.network import Network
 from protocol.errors import WireError
 from protocol.messages import Purpose
-from swarm.flat import flat_size, initial_flat
+from swarm.consensus.updates import UpdateCodec
+from swarm.learning.flat import flat_size, initial_flat
+from swarm.learning.worker import initial_block
 from swarm.runfile import RunFile
-from swarm.updates import UpdateCodec
-from swarm.worker import initial_block
 
 SEARCH_S = 30.0
 FETCH_S = 600.0  # a large block over a slow link; who asks for each part has deadlines of its own

@@ -32,8 +32,8 @@ from node.machine.event_loop import run_loop
 from protocol.errors import BlockswarmError, UsageError
 from protocol.identity import load_or_create
 from swarm.assignment import BlockView, HostLimits, several
-from swarm.clock import round_at
 from swarm.cost import worker_memory_bytes
+from swarm.rounds.clock import round_at
 from swarm.runfile import RunFile, parse, run_id
 
 if TYPE_CHECKING:

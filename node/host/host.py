@@ -34,7 +34,7 @@ from node.serving.trained import trained_server
 from protocol.errors import UsageError, WireError
 from protocol.identity import peer_text
 from protocol.records import Role
-from swarm.clock import round_at
+from swarm.rounds.clock import round_at
 from swarm.runfile import RunFile, parse, run_id
 
 _log = logging.getLogger(__name__)

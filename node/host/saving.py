@@ -18,7 +18,7 @@ from node.replica.replica import Replica
 from node.replica.running_weights import Moment
 from node.trainer.trainer import Trainer, TrainerError
 from protocol.errors import BlockswarmError, WireError
-from swarm.updates import UpdateCodec
+from swarm.consensus.updates import UpdateCodec
 
 _log = logging.getLogger(__name__)
 

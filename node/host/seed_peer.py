@@ -22,8 +22,8 @@ from protocol.errors import UsageError, WireError
 from protocol.identity import peer_text
 from protocol.limits import BLOCK_NONE
 from protocol.records import Record, Role
-from swarm.clock import round_at
 from swarm.events import NodeEvent
+from swarm.rounds.clock import round_at
 from swarm.runfile import RunFile, parse
 
 LOOK_EVERY_S = 15.0

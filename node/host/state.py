@@ -30,9 +30,9 @@ from protocol.errors import BlockswarmError
 from protocol.identity import peer_from_text
 from protocol.packing import pack, unpack
 from protocol.payloads import pack_log, unpack_log
-from swarm.log import ConsensusLog, Entry, check_chain
-from swarm.updates import UpdateCodec, from_wire_entry, to_wire_entry, update_digest
-from swarm.votes import UpdateRef
+from swarm.consensus.log import ConsensusLog, Entry, check_chain
+from swarm.consensus.updates import UpdateCodec, from_wire_entry, to_wire_entry, update_digest
+from swarm.consensus.votes import UpdateRef
 
 CURRENT = "state.json"
 MAX_LOG_BYTES = 1 << 30

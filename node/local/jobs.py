@@ -30,13 +30,13 @@ from node.machine.atomic import StorageError, hold_folder
 from node.machine.device import choose_device, make_deterministic
 from node.machine.memory import keep_freed_memory
 from protocol.errors import DataError, UsageError
-from swarm import denoise
-from swarm.composition import ComposedModel
-from swarm.evaluate import honest_ce, teacher_forced_ce
-from swarm.generate import Sampling, generate
-from swarm.noise import Interval
-from swarm.objective import DenoisingObjective
+from swarm.learning.composition import ComposedModel
+from swarm.learning.evaluate import honest_ce, teacher_forced_ce
+from swarm.learning.noise import Interval
+from swarm.learning.objective import DenoisingObjective
 from swarm.run import Composition, ModelShape, Noise, Run, Training, usual_learning_rate
+from swarm.writing import denoise
+from swarm.writing.generate import Sampling, generate
 
 RUN_OPTIONS = {
     "blocks": ("model", "blocks"),

@@ -43,7 +43,7 @@ def training_memory_bytes(run: Run) -> int:
 
 
 def _versions(run: Run) -> int:
-    """How many versions of every block are held at once (`swarm.local.Versions`)."""
+    """How many versions of every block are held at once (`swarm.learning.local.Versions`)."""
     if not run.model.relays:
         return 1
     rounds = steps = 0

@@ -25,9 +25,9 @@ from torch import Tensor
 from node.machine.atomic import write_together
 from protocol.errors import ModelError, UsageError
 from protocol.version import PACKAGE_VERSION
-from swarm.composition import ComposedModel
-from swarm.model import Block, block_of
-from swarm.noise import Interval, block_interval
+from swarm.learning.composition import ComposedModel
+from swarm.learning.model import Block, block_of
+from swarm.learning.noise import Interval, block_interval
 from swarm.run import Composition, Run
 
 FORMAT = "blockswarm-model"

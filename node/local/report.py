@@ -12,7 +12,7 @@ from node.console.results import Facts
 
 if TYPE_CHECKING:
     from node.data.corpus import Corpus
-    from swarm.evaluate import Evaluation
+    from swarm.learning.evaluate import Evaluation
 
 
 def evaluation_facts(result: Evaluation, split: str, corpus: Corpus, composition: str) -> Facts:

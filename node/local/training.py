@@ -1,7 +1,7 @@
 """Training all blocks on this machine: the loop, its checkpoints, and the model folder at the end.
 
-Decides when to save and what a resumed run needs. The learning itself is `swarm.local`'s; what a
-person sees of it is the caller's, through `Report`.
+Decides when to save and what a resumed run needs. The learning itself is `swarm.learning.local`'s;
+what a person sees of it is the caller's, through `Report`.
 """
 
 from __future__ import annotations
@@ -22,11 +22,11 @@ from node.machine.atomic import remove_file
 from node.machine.device import autocast_dtype
 from node.machine.tensor_file import DamagedFile, read_tensors, write_tensors
 from protocol.errors import BlockswarmError, ModelError, UsageError
-from swarm.composition import SPARE_NATS, ComposedModel, fit_composition
-from swarm.coupling import composed_versions
-from swarm.evaluate import Evaluation, honest_ce
-from swarm.local import LocalSwarm
-from swarm.noise import refuse_leak, target_table
+from swarm.learning.composition import SPARE_NATS, ComposedModel, fit_composition
+from swarm.learning.coupling import composed_versions
+from swarm.learning.evaluate import Evaluation, honest_ce
+from swarm.learning.local import LocalSwarm
+from swarm.learning.noise import refuse_leak, target_table
 from swarm.run import Run
 
 CHECKPOINT = "checkpoint.safetensors"

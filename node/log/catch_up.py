@@ -13,7 +13,7 @@ from collections.abc import Sequence
 
 from node.log.consensus import Consensus
 from node.log.fetch import FetchError, LogFetcher, Pin
-from swarm.log import ConsensusLog, Entry, LogError
+from swarm.consensus.log import ConsensusLog, Entry, LogError
 
 
 async def consensus_at(

@@ -4,8 +4,8 @@ Decides which data of the log is kept in memory: the encoded updates since the o
 and, of a block that this host trains, the newest steps and the two snapshots. Steps are up to fifty
 times as large as the updates that they were made of, so an older one is made again when it is asked
 for; of a block that is only followed (`light`) so are all of them, and the snapshots. The log
-itself, and what an entry means, is `swarm.log`'s. Arrays are never changed in place: whoever holds
-one has a version.
+itself, and what an entry means, is `swarm.consensus.log`'s. Arrays are never changed in place:
+whoever holds one has a version.
 """
 
 from __future__ import annotations
@@ -17,10 +17,10 @@ import numpy as np
 
 from node.log.fetch import Pin, Quanta
 from protocol.frames import content_digest
-from swarm.fixed_point import FixedUpdate, Ints, add_into, weights_digest
-from swarm.log import ConsensusLog, Entry, LogError
-from swarm.sums import summed
-from swarm.updates import UpdateCodec, replay, replayed_step, shards_of, snapshot_index
+from swarm.consensus.fixed_point import FixedUpdate, Ints, add_into, weights_digest
+from swarm.consensus.log import ConsensusLog, Entry, LogError
+from swarm.consensus.sums import summed
+from swarm.consensus.updates import UpdateCodec, replay, replayed_step, shards_of, snapshot_index
 
 TREND_ROUNDS = 8
 

@@ -19,13 +19,13 @@ from node.machine.going_on import going_on
 from node.trainer.trainer import TrainerError
 from protocol.errors import WireError
 from protocol.messages import Purpose
-from swarm.coupling import followed_blocks, upstream_versions
-from swarm.fixed_point import Quanta
-from swarm.flat import flat_size, initial_flat
-from swarm.log import ConsensusLog
+from swarm.consensus.fixed_point import Quanta
+from swarm.consensus.log import ConsensusLog
+from swarm.consensus.updates import UpdateCodec
+from swarm.learning.coupling import followed_blocks, upstream_versions
+from swarm.learning.flat import flat_size, initial_flat
+from swarm.learning.worker import initial_block
 from swarm.runfile import RunFile
-from swarm.updates import UpdateCodec
-from swarm.worker import initial_block
 
 _log = logging.getLogger(__name__)
 

@@ -22,8 +22,8 @@ from protocol.frames import content_digest
 from protocol.limits import CONTROL_DEADLINE_S, SHARD_BYTES
 from protocol.messages import Message, Purpose
 from protocol.payloads import unpack_index, unpack_log, unpack_updates
-from swarm.log import Entry, check_chain
-from swarm.updates import UpdateCodec, from_shards, from_wire_entry
+from swarm.consensus.log import Entry, check_chain
+from swarm.consensus.updates import UpdateCodec, from_shards, from_wire_entry
 
 M = TypeVar("M", bound=Message)
 Quanta = npt.NDArray[np.int32]

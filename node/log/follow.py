@@ -26,11 +26,11 @@ from node.network.standing import voters_first
 from protocol.errors import WireError
 from protocol.limits import CONTROL_DEADLINE_S
 from protocol.messages import Purpose
-from swarm.fixed_point import to_fixed, to_float, weights_digest
-from swarm.flat import Floats
-from swarm.forks import AWAY
-from swarm.log import ConsensusLog, Entry, genesis
-from swarm.updates import UpdateCodec
+from swarm.consensus.fixed_point import to_fixed, to_float, weights_digest
+from swarm.consensus.forks import AWAY
+from swarm.consensus.log import ConsensusLog, Entry, genesis
+from swarm.consensus.updates import UpdateCodec
+from swarm.learning.flat import Floats
 
 _log = logging.getLogger(__name__)
 

@@ -21,7 +21,7 @@ from protocol import messages
 from protocol.identity import peer_text
 from protocol.messages import Message
 from protocol.records import Role, SignedRecord
-from swarm.clock import ClockSample, RunClock
+from swarm.rounds.clock import ClockSample, RunClock
 from swarm.runfile import run_id
 
 M = TypeVar("M", bound=Message)

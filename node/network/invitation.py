@@ -29,7 +29,7 @@ from protocol.identity import load_or_create
 from protocol.limits import CLOCK_SKEW_S
 from protocol.messages import DialOutcome, ErrorCode
 from protocol.version import PACKAGE_VERSION
-from swarm.clock import ClockSample
+from swarm.rounds.clock import ClockSample
 from swarm.runfile import parse
 
 ASK_S = 15.0

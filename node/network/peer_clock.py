@@ -1,8 +1,8 @@
 """The run's clock on this host: its own, corrected by the median of what its peers' clocks say.
 
 Decides whom to ask, how many answers are kept, and whether a step of this machine's clock is
-followed; the correction is `swarm.clock`'s. Asks by a timer and not by rounds: a host whose clock
-is wrong might have no rounds.
+followed; the correction is `swarm.rounds.clock`'s. Asks by a timer and not by rounds: a host whose
+clock is wrong might have no rounds.
 
 A step that nobody could speak for or against is followed in the end: most likely it was right, and
 whoever comes next would take us for wrong. Peers that come back have the last word on it.
@@ -22,7 +22,7 @@ from node.network.network import Network
 from protocol import messages
 from protocol.errors import WireError
 from protocol.identity import peer_text
-from swarm.clock import ClockSample, RunClock
+from swarm.rounds.clock import ClockSample, RunClock
 
 _log = logging.getLogger(__name__)
 

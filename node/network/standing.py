@@ -17,7 +17,7 @@ import time
 from collections.abc import Callable, Iterable, Mapping
 
 from protocol.identity import peer_from_text
-from swarm.log import ConsensusLog
+from swarm.consensus.log import ConsensusLog
 
 SPOKE_KEPT = 1024
 

@@ -15,13 +15,13 @@ from node.log.consensus import Consensus
 from node.log.fetch import Quanta
 from node.log.room import Room
 from node.replica.exchange import Held
-from swarm import actions as act
-from swarm.aggregate import aggregate
-from swarm.fixed_point import FixedUpdate, step_digest, weights_digest
-from swarm.log import ConsensusLog, Contribution, Entry
-from swarm.sums import apply_step
-from swarm.trend import Trend
-from swarm.updates import snapshot_index
+from swarm.consensus.aggregate import aggregate
+from swarm.consensus.fixed_point import FixedUpdate, step_digest, weights_digest
+from swarm.consensus.log import ConsensusLog, Contribution, Entry
+from swarm.consensus.sums import apply_step
+from swarm.consensus.trend import Trend
+from swarm.consensus.updates import snapshot_index
+from swarm.rounds import actions as act
 
 
 @dataclass(frozen=True)

@@ -25,8 +25,8 @@ from protocol.identity import peer_text
 from protocol.limits import PEER_ID_BYTES, RECORDS_PER_ANNOUNCE
 from protocol.payloads import announce_of, unpack_records
 from protocol.records import Record, SignedRecord, verify
-from swarm import actions as act
-from swarm.votes import UpdateRef
+from swarm.consensus.votes import UpdateRef
+from swarm.rounds import actions as act
 
 _log = logging.getLogger(__name__)
 

@@ -1,9 +1,10 @@
 """The canary, live: the consensus measured on held-out text, and senders tested now and then.
 
-Decides when to measure and what is handed to `swarm.trust.Canary`, which decides what it means. The
-verdict is an event of the round like any other; whom it excludes is left out by our votes. All of
-it together takes at most a fixed share of the training process's time: after a measurement, or
-after up to 18 of them in an alarm or an audit, the canary rests so many times as long.
+Decides when to measure and what is handed to `swarm.consensus.trust.Canary`, which decides what it
+means. The verdict is an event of the round like any other; whom it excludes is left out by our
+votes. All of it together takes at most a fixed share of the training process's time: after a
+measurement, or after up to 18 of them in an alarm or an audit, the canary rests so many times as
+long.
 """
 
 from __future__ import annotations
@@ -19,12 +20,12 @@ import numpy as np
 from node.log.consensus import Consensus
 from node.replica.replica import Replica
 from protocol.identity import peer_from_text
-from swarm import actions as act
-from swarm.fixed_point import QUANTUM_BITS, Ints, add_into, scaled, to_float
-from swarm.flat import Floats
-from swarm.groups import MAX_GROUP
-from swarm.log import ConsensusLog, Entry
-from swarm.trust import Canary
+from swarm.consensus.fixed_point import QUANTUM_BITS, Ints, add_into, scaled, to_float
+from swarm.consensus.log import ConsensusLog, Entry
+from swarm.consensus.trust import Canary
+from swarm.learning.flat import Floats
+from swarm.rounds import actions as act
+from swarm.rounds.groups import MAX_GROUP
 
 _log = logging.getLogger(__name__)
 

@@ -21,11 +21,11 @@ from protocol.identity import Identity, peer_from_text, peer_text
 from protocol.limits import VOTES_PER_REPLY
 from protocol.messages import Purpose
 from protocol.payloads import SignedVote, unpack_votes, verify_vote
-from swarm import actions as act
-from swarm.fixed_point import FixedUpdate
-from swarm.round_state import RoundRules
-from swarm.updates import UpdateCodec, from_wire_vote, update_digest
-from swarm.votes import UpdateRef, Vote
+from swarm.consensus.fixed_point import FixedUpdate
+from swarm.consensus.updates import UpdateCodec, from_wire_vote, update_digest
+from swarm.consensus.votes import UpdateRef, Vote
+from swarm.rounds import actions as act
+from swarm.rounds.state import RoundRules
 
 _log = logging.getLogger(__name__)
 

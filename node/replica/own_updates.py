@@ -1,9 +1,10 @@
 """Our own updates that the running weights contain, and which of them are in flight.
 
-The ledger of `swarm.feedback` (weights = consensus + unsent) holds on a live host only if an update
-is taken out of the weights exactly when it was in them. So this is the one list of those that are:
-an update that the consensus includes is settled if it stands here, and is none of our business if
-it does not (made before a crash, from weights that are gone). Decides how long one stands here.
+The ledger of `swarm.consensus.feedback` (weights = consensus + unsent) holds on a live host only if
+an update is taken out of the weights exactly when it was in them. So this is the one list of those
+that are: an update that the consensus includes is settled if it stands here, and is none of our
+business if it does not (made before a crash, from weights that are gone). Decides how long one
+stands here.
 """
 
 from __future__ import annotations
@@ -11,10 +12,10 @@ from __future__ import annotations
 from collections.abc import Mapping
 from dataclasses import dataclass
 
-from swarm.fixed_point import FixedUpdate
-from swarm.forks import REBASE_DEPTH
-from swarm.log import ConsensusLog
-from swarm.votes import UpdateRef
+from swarm.consensus.fixed_point import FixedUpdate
+from swarm.consensus.forks import REBASE_DEPTH
+from swarm.consensus.log import ConsensusLog
+from swarm.consensus.votes import UpdateRef
 
 KEPT_ROUNDS = 16  # a bound where no round is decided for long
 KEPT_ENTRIES = 2 * REBASE_DEPTH  # an update may be settled, and then its entry rolled back

@@ -1,4 +1,4 @@
-"""One replica of one block, live: the pure round (`swarm.round`), real peers and a trainer.
+"""One replica of one block, live: the pure round (`swarm.rounds.round`), real peers and a trainer.
 
 Turns actions into requests, transfers and arithmetic, and what comes back into events. Decides
 nothing about a round itself. Events are heard one at a time; whatever takes time runs beside it
@@ -29,17 +29,17 @@ from node.replica.running_weights import Moment, Parts, RunningWeights, Weights
 from protocol.identity import Identity, peer_text
 from protocol.messages import Purpose
 from protocol.payloads import SignedVote, seal_vote
-from swarm import actions as act
-from swarm.aggregate import clip_scale, norm_limit
-from swarm.feedback import Unsent, only_ours
-from swarm.fixed_point import SCALE_ONE, FixedUpdate, norm, to_fixed, weights_digest
-from swarm.flat import Floats
-from swarm.groups import MAX_GROUP
-from swarm.log import ConsensusLog, Entry, MoveMode, genesis
-from swarm.round import announcement, next_wakeup_s, step
-from swarm.round_state import Phase, RoundState
-from swarm.updates import to_wire_vote, update_digest
-from swarm.votes import UpdateRef, Vote
+from swarm.consensus.aggregate import clip_scale, norm_limit
+from swarm.consensus.feedback import Unsent, only_ours
+from swarm.consensus.fixed_point import SCALE_ONE, FixedUpdate, norm, to_fixed, weights_digest
+from swarm.consensus.log import ConsensusLog, Entry, MoveMode, genesis
+from swarm.consensus.updates import to_wire_vote, update_digest
+from swarm.consensus.votes import UpdateRef, Vote
+from swarm.learning.flat import Floats
+from swarm.rounds import actions as act
+from swarm.rounds.groups import MAX_GROUP
+from swarm.rounds.round import announcement, next_wakeup_s, step
+from swarm.rounds.state import Phase, RoundState
 
 _log = logging.getLogger(__name__)
 

@@ -1,6 +1,6 @@
 """The running weights of a replica, and the ledger that holds for them at every moment.
 
-    weights = consensus + unsent            (swarm.feedback)
+    weights = consensus + unsent            (swarm.consensus.feedback)
 
 Decides how the identity survives what a live host goes through: corrections, updates and saves in
 one order, a training process that dies with an update in flight, a resume from disk. Knows nothing
@@ -22,11 +22,11 @@ from node.replica.own_updates import OwnUpdate, OwnUpdates
 from node.trainer.trainer import TrainerError
 from node.trainer.weights_queue import WeightsQueue
 from protocol.codec import NonFiniteError
-from swarm.feedback import Unsent
-from swarm.fixed_point import QUANTUM_BITS, SEGMENT, FixedUpdate, add_into, scaled
-from swarm.flat import Change, Floats
-from swarm.log import ConsensusLog
-from swarm.votes import UpdateRef
+from swarm.consensus.feedback import Unsent
+from swarm.consensus.fixed_point import QUANTUM_BITS, SEGMENT, FixedUpdate, add_into, scaled
+from swarm.consensus.log import ConsensusLog
+from swarm.consensus.votes import UpdateRef
+from swarm.learning.flat import Change, Floats
 
 Parts = list[tuple[FixedUpdate, int]]  # what to add to the weights, each so many times
 

@@ -22,8 +22,8 @@ from protocol.limits import LOG_ENTRIES_PER_REPLY, SHARD_BYTES, VOTES_PER_REPLY
 from protocol.messages import ErrorCode, Message
 from protocol.payloads import pack_log, pack_records, pack_updates, pack_votes, record_of
 from protocol.records import SignedRecord
-from swarm.log import ConsensusLog
-from swarm.updates import shards_of, to_wire_entry
+from swarm.consensus.log import ConsensusLog
+from swarm.consensus.updates import shards_of, to_wire_entry
 
 # A record that somebody shows, and who; what to show in return: our own, and those that we know.
 OnRecord = Callable[[SignedRecord, bytes], Awaitable[list[SignedRecord]]]

@@ -19,9 +19,9 @@ from protocol.errors import WireError
 from protocol.identity import peer_text
 from protocol.messages import Hello, HelloReply, Purpose
 from protocol.records import Role, SignedRecord
-from swarm.clock import round_at
+from swarm.consensus.updates import UpdateCodec
+from swarm.rounds.clock import round_at
 from swarm.runfile import RunFile
-from swarm.updates import UpdateCodec
 
 SLACK_ROUNDS = 1  # a record of the round before is normal: the exchange has just opened
 ASKED_PER_BLOCK = 3

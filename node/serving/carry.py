@@ -22,7 +22,7 @@ from protocol.limits import BLOCK_NONE, TEXT_MAX_BYTES
 from protocol.parcel import Outcome, pack_outcome, pack_parcel
 from protocol.serving import Sweep, SweepFailed, SweepResult, Trouble
 from swarm.run import ModelShape
-from swarm.sweep import Passage
+from swarm.writing.sweep import Passage
 
 _log = logging.getLogger(__name__)
 

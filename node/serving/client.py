@@ -1,7 +1,7 @@
 """The client of a swarm that serves: finds hosts, sends sweeps, hears results, goes around trouble.
 
 Decides when a route is changed and whom to blame: what a host reports is one voice, so reporter
-and blamed both move back in the order. What is asked next is `swarm.writer`'s.
+and blamed both move back in the order. What is asked next is `swarm.writing.writer`'s.
 """
 
 from __future__ import annotations
@@ -32,8 +32,8 @@ from protocol.serving import (
     SweepTaken,
     Trouble,
 )
-from swarm.route import Offer, Route, choose_route
 from swarm.run import Run
+from swarm.writing.route import Offer, Route, choose_route
 
 ASK_S, ASK_AGAIN_S = 5.0, 0.5
 SURVEY_EVERY_S = 15.0

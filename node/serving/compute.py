@@ -16,10 +16,11 @@ from torch import Tensor
 from protocol.errors import WireError
 from protocol.parcel import LOG_FLOOR, Outcome, Parcel
 from protocol.serving import Mode, Sweep
-from swarm.denoise import JointDenoising, choose_bytes
-from swarm.generate import Sampling
-from swarm.model import Block, LayerCache
-from swarm.sweep import (
+from swarm.learning.joint_denoising import JointDenoising
+from swarm.learning.model import Block, LayerCache
+from swarm.writing.denoise import choose_bytes
+from swarm.writing.generate import Sampling
+from swarm.writing.sweep import (
     Cache,
     DraftOrder,
     Passage,

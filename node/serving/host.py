@@ -30,9 +30,11 @@ from protocol.frames import content_digest
 from protocol.identity import peer_text
 from protocol.messages import Purpose
 from protocol.records import Record, Role
-from swarm.composition import ComposedModel
-from swarm.flat import Floats, flat_size, initial_flat, load_flat
-from swarm.model import Block, block_of
+from swarm.consensus.updates import UpdateCodec
+from swarm.learning.composition import ComposedModel
+from swarm.learning.flat import Floats, flat_size, initial_flat, load_flat
+from swarm.learning.model import Block, block_of
+from swarm.learning.worker import initial_block
 from swarm.run import Run
 from swarm.run_template import emit
 from swarm.runfile import (
@@ -44,8 +46,6 @@ from swarm.runfile import (
     run_id,
     scheduled_steps,
 )
-from swarm.updates import UpdateCodec
-from swarm.worker import initial_block
 
 _log = logging.getLogger(__name__)
 

@@ -1,8 +1,8 @@
 """One output of a swarm that serves: sweep after sweep, by whatever route, until it is written.
 
 Decides what happens after a failure: another route, caches begun anew, a block left out that
-nobody serves; and how long busy hosts are waited for. Which bytes are kept is `swarm.writer`'s
-business.
+nobody serves; and how long busy hosts are waited for. Which bytes are kept is
+`swarm.writing.writer`'s business.
 """
 
 from __future__ import annotations
@@ -20,12 +20,12 @@ from node.serving.client import Result, SweepClient, SweepTrouble
 from protocol.errors import UsageError
 from protocol.limits import SWEEP_BUDGET_MAX_S, SWEEP_ID_BYTES
 from protocol.serving import Mode, Sweep, Trouble
-from swarm.denoise import require_denoising
-from swarm.generate import Sampling
-from swarm.route import Route
 from swarm.run import Run
-from swarm.sweep import byte_scores
-from swarm.writer import Ask, SweepWriter, VerifiedWriter
+from swarm.writing.denoise import require_denoising
+from swarm.writing.generate import Sampling
+from swarm.writing.route import Route
+from swarm.writing.sweep import byte_scores
+from swarm.writing.writer import Ask, SweepWriter, VerifiedWriter
 
 ATTEMPTS = 6  # at one sweep; every one takes another way
 PATIENCE_S = 120.0  # with hosts that are busy

@@ -1,7 +1,7 @@
 """Sweeps that come in parts: what a host keeps of each between one part and the next.
 
 Decides in which order parts are taken, how much memory all of them may have, and what their
-results are together. What is computed is `sweep_compute`'s, the way on `sweep_carry`'s.
+results are together. What is computed is `compute`'s, the way on `carry`'s.
 """
 
 from __future__ import annotations
@@ -16,7 +16,7 @@ from node.serving.handover import Line
 from node.serving.sessions import SESSIONS_MAX, SESSIONS_MAX_BYTES, Key, session_bytes
 from protocol.parcel import Outcome
 from protocol.serving import Sweep
-from swarm.model import LayerCache
+from swarm.learning.model import LayerCache
 from swarm.run import Run
 
 

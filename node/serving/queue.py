@@ -1,8 +1,8 @@
 """The sweeps that are with a host: the queue before its blocks, and their way through them.
 
 Decides which waiting sweeps go through a block together, which are dropped because they are late,
-and when a sweep is here no longer. The arithmetic is `swarm.sweep`'s, the way to the next host
-`sweep_carry`'s; what is taken in at all is decided in `serving`.
+and when a sweep is here no longer. The arithmetic is `swarm.writing.sweep`'s, the way to the next
+host `carry`'s; what is taken in at all is decided in `server`.
 """
 
 from __future__ import annotations
@@ -25,9 +25,9 @@ from node.serving.parts import Begun, PartsUnderWay
 from node.serving.sessions import Sessions
 from protocol.parcel import Parcel
 from protocol.serving import Hop, Mode, Sweep, Trouble
-from swarm.denoise import JointDenoising
-from swarm.model import Block
-from swarm.sweep import Passage, joined
+from swarm.learning.joint_denoising import JointDenoising
+from swarm.learning.model import Block
+from swarm.writing.sweep import Passage, joined
 
 _log = logging.getLogger(__name__)
 R = TypeVar("R")

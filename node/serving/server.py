@@ -2,7 +2,7 @@
 
 Decides which versions are kept and what is taken in: bounded in length, count, memory and time;
 beyond that `busy`; and which runs cannot be served at all. Computes nothing: what was taken in
-waits in `sweep_queue`, which sends it through a block and on its way.
+waits in `queue`, which sends it through a block and on its way.
 """
 
 from __future__ import annotations
@@ -35,10 +35,10 @@ from protocol.serving import (
     Trouble,
     Version,
 )
-from swarm.composition import default_weights
-from swarm.denoise import JointDenoising
-from swarm.model import Block
-from swarm.noise import target_table
+from swarm.learning.composition import default_weights
+from swarm.learning.joint_denoising import JointDenoising
+from swarm.learning.model import Block
+from swarm.learning.noise import target_table
 from swarm.run import Run
 
 VERSIONS_KEPT = 2  # of each block: a request that pinned the one before still finds it

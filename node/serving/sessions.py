@@ -11,7 +11,7 @@ from collections.abc import Callable
 
 from node.serving.compute import Session
 from swarm.run import Run
-from swarm.sweep import Cache
+from swarm.writing.sweep import Cache
 
 SESSIONS_MAX = 64
 SESSIONS_MAX_BYTES = 1 << 30  # keys and values of all sessions with full contexts

@@ -20,8 +20,8 @@ from node.log.fetch import Quanta
 from node.network.network import Network
 from node.serving.host import built_module, loaded_digest, new_template, versions_kept
 from node.serving.server import BlockServer, why_not_served
-from swarm.fixed_point import to_float
-from swarm.model import Block
+from swarm.consensus.fixed_point import to_float
+from swarm.learning.model import Block
 from swarm.run import Run
 
 _log = logging.getLogger(__name__)

@@ -1,1 +1,7 @@
-"""The process that trains one block, and the node's side of it."""
+"""The process that trains one block, from both sides.
+
+process          the training process
+spare_process    one that was started ahead of need
+trainer          the node's side: orders with deadlines
+weights_queue    changes to the running weights, in order
+"""

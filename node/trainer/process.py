@@ -30,15 +30,15 @@ from node.machine.device import autocast_dtype, choose_device
 from node.machine.memory import keep_freed_memory
 from node.machine.tensor_file import read_tensors, write_tensors
 from protocol.errors import BlockswarmError, DataError
-from swarm.composition import ComposedModel
-from swarm.coupling import followed_blocks
-from swarm.evaluate import honest_ce, nll_sum
-from swarm.fixed_point import Halves
-from swarm.flat import Change, Floats, add_flat_at, flat_weights, load_flat
-from swarm.model import Block
-from swarm.moving_copy import MovingCopy, frozen_copy
+from swarm.consensus.fixed_point import Halves
+from swarm.learning.composition import ComposedModel
+from swarm.learning.coupling import followed_blocks
+from swarm.learning.evaluate import honest_ce, nll_sum
+from swarm.learning.flat import Change, Floats, add_flat_at, flat_weights, load_flat
+from swarm.learning.model import Block
+from swarm.learning.moving_copy import MovingCopy, frozen_copy
+from swarm.learning.worker import BlockWorker, initial_block, relayed_hidden
 from swarm.run import Run
-from swarm.worker import BlockWorker, initial_block, relayed_hidden
 
 IDLE_POLL_S = 0.2
 PROGRESS_EVERY_S = 0.5
@@ -61,7 +61,7 @@ class TrainerSettings:
 @dataclass(frozen=True)
 class SharedWeights:
     """Vectors that both processes see. `copies` are the other blocks that this one reads, in half
-    precision: see `swarm.moving_copy`.
+    precision: see `swarm.learning.moving_copy`.
 
     `own` carries what an order is about, and orders come one at a time: the running weights as of a
     snapshot, a correction to add, weights to set or to evaluate.

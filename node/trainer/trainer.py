@@ -29,11 +29,11 @@ from node.trainer.process import (
     shared_weights,
 )
 from protocol.errors import BlockswarmError
-from swarm.coupling import followed_blocks
-from swarm.fixed_point import Quanta, write_floats
-from swarm.flat import Change, Floats, flat_size
+from swarm.consensus.fixed_point import Quanta, write_floats
+from swarm.learning.coupling import followed_blocks
+from swarm.learning.flat import Change, Floats, flat_size
+from swarm.learning.worker import initial_block
 from swarm.run import Run
-from swarm.worker import initial_block
 
 START_DEADLINE_S = 120.0  # importing torch on a busy machine
 STOP_S = 1.0  # a host leaves within 5 s in all

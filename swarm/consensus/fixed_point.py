@@ -1,0 +1,264 @@
+"""Updates and the consensus as integers: products, means and names that no CPU can change.
+
+Decides the arithmetic of one vector; that of several is `swarm.consensus.sums`. Knows nothing of
+whose updates they are, nor of which of them count (`swarm.consensus.aggregate`).
+
+The consensus is an int32 vector in units of 2**-QUANTUM_BITS (|weight| < 128, resolution 6e-8,
+finer than fp32 above 1). Integer addition is exact and commutes, so no CPU, thread count or library
+version can change a bit of it; fp32 weights are derived from it. It costs no memory: every host
+needs one copy of the consensus beside its running weights in any case (its update is their
+difference), and that copy is this one.
+"""
+
+from __future__ import annotations
+
+from dataclasses import dataclass
+from functools import cached_property
+from math import isqrt
+from typing import Any
+
+import numpy as np
+import numpy.typing as npt
+from blake3 import blake3
+
+from protocol.errors import WireError
+
+Ints = npt.NDArray[np.int64]
+Whole = npt.NDArray[np.signedinteger[Any]]  # int32, or int64 where it must be
+Quanta = npt.NDArray[np.int32]
+Floats = npt.NDArray[np.float32]
+Halves = npt.NDArray[np.float16]
+
+QUANTUM_BITS = 24
+VALUE_LIMIT = 2**31  # |value| of an update, in quanta: what int32 holds
+SCALE_ONE = 1 << 16
+SEGMENT = 1 << 15  # coordinates per pass: what fits into a core's L2 cache with its temporaries
+SHORT = 1 << 10  # a segment that is not worth its calls
+
+
+class UpdateError(WireError):
+    """An update that no honest codec produces: wrong size, order, range."""
+
+
+@dataclass(frozen=True, eq=False)
+class FixedUpdate:
+    """A vector of `size` coordinates in quanta: all of them, or only those at `indices`.
+
+    Of int32 where they come from a codec: half the memory, and half the time that goes into moving
+    it. So whoever computes with them must see that the result fits.
+    """
+
+    size: int
+    indices: Whole | None
+    values: Whole
+
+    @cached_property
+    def largest(self) -> int:
+        """The largest magnitude."""
+        return magnitude(self.values)
+
+    @cached_property
+    def squared(self) -> int:
+        """The inner product with itself."""
+        return exact_dot(self.values, self.values, self.largest**2)
+
+    def dense(self) -> Ints:
+        if self.indices is None:
+            return self.values.astype(np.int64, copy=False)
+        out = np.zeros(self.size, dtype=np.int64)
+        out[self.indices] = self.values
+        return out
+
+    def same_as(self, other: FixedUpdate) -> bool:
+        return self.size == other.size and bool(np.array_equal(self.dense(), other.dense()))
+
+
+def checked(update: FixedUpdate, size: int) -> FixedUpdate:
+    """The same update if it is well formed for a block of `size` weights; otherwise UpdateError."""
+    values, indices = update.values, update.indices
+    if update.size != size:
+        raise UpdateError(f"update of {update.size} weights for a block of {size}")
+    if values.ndim != 1 or values.dtype.kind != "i":
+        raise UpdateError("update values are not a vector of integers")
+    if len(values) and not (int(values.min()) > -VALUE_LIMIT and int(values.max()) < VALUE_LIMIT):
+        raise UpdateError("update value out of range")
+    if indices is None:
+        if len(values) != size:
+            raise UpdateError(f"dense update with {len(values)} of {size} values")
+    else:
+        if indices.ndim != 1 or indices.dtype.kind != "i" or len(indices) != len(values):
+            raise UpdateError("update indices do not match its values")
+        if len(indices) and (
+            int(indices[0]) < 0
+            or int(indices[-1]) >= min(size, VALUE_LIMIT)
+            or bool(np.any(indices[1:] <= indices[:-1]))
+        ):
+            raise UpdateError("update indices are not ascending within the block")
+        indices = indices.astype(np.int32, copy=False)
+    return FixedUpdate(size, indices, values.astype(np.int32, copy=False))
+
+
+def from_codec(size: int, indices: Ints | None, values: Ints, bits: int) -> FixedUpdate:
+    """A decoded update (units of 2**-bits, bits >= QUANTUM_BITS) in quanta, checked.
+
+    Halves are rounded away from zero. The sender does the same to its own update before it books
+    it, so what the rounding drops stays unsent.
+    """
+    unit = 1 << (bits - QUANTUM_BITS)
+    if values.ndim != 1 or values.dtype.kind != "i":
+        raise UpdateError("update values are not a vector of integers")
+    if len(values) and max(int(values.max()), -int(values.min())) >= VALUE_LIMIT * unit - unit:
+        raise UpdateError("update value out of range")
+    return checked(FixedUpdate(size, indices, rounded_mean(values.astype(np.int64), unit)), size)
+
+
+def exact_dot(a: Whole, b: Whole, largest: int | None = None) -> int:
+    """Inner product as a Python int, exact for |a|, |b| < 2**35. `largest`, if it is known, is what
+    no product of two values exceeds.
+
+    In segments so short that their sum of products fits into an int64. Where that would be too
+    short, both are cut into halves of 18 bits: |high| <= 2**17 and low < 2**18, so a product is
+    below 2**36 and the sum of a segment below 2**52.
+    """
+    if largest is None:
+        largest = magnitude(a) * magnitude(b)
+    length, total = ((1 << 63) - 1) // max(largest, 1), 0
+    if length >= SHORT:
+        for start in range(0, len(a), length):
+            x, y = a[start : start + length], b[start : start + length]
+            total += int(np.einsum("i,i->", x, y, dtype=np.int64))  # makes no copies of int32
+        return total
+    for start in range(0, len(a), SEGMENT):
+        x = a[start : start + SEGMENT].astype(np.int64, copy=False)
+        y = b[start : start + SEGMENT].astype(np.int64, copy=False)
+        x1, x0, y1, y0 = x >> 18, x & 0x3FFFF, y >> 18, y & 0x3FFFF
+        middle = int(np.dot(x1, y0)) + int(np.dot(x0, y1))
+        total += (int(np.dot(x1, y1)) << 36) + (middle << 18) + int(np.dot(x0, y0))
+    return total
+
+
+def magnitude(values: Whole) -> int:
+    return max(int(values.max()), -int(values.min())) if len(values) else 0
+
+
+def norm(update: FixedUpdate) -> int:
+    """Euclidean norm in quanta, rounded down."""
+    return isqrt(update.squared)
+
+
+def scaled(update: FixedUpdate, scale: int) -> FixedUpdate:
+    """update * scale / 65536, rounded toward zero: never longer than asked (at most 65536)."""
+    if scale == SCALE_ONE:
+        return update
+    values = np.empty(len(update.values), dtype=update.values.dtype)
+    for start in range(0, len(values), SEGMENT):
+        part = update.values[start : start + SEGMENT]
+        less = np.abs(part.astype(np.int64, copy=False))
+        less *= scale
+        less >>= 16
+        np.negative(less, out=less, where=part < 0)
+        values[start : start + SEGMENT] = less
+    return FixedUpdate(update.size, update.indices, values)
+
+
+def rounded_mean(total: Whole, count: int) -> Whole:
+    """total / count, halves away from zero: symmetric, so that no drift builds up over rounds."""
+    result: Whole = np.empty_like(total)
+    half = count // 2  # of an odd count a half less: no integer lies between
+    for start in range(0, len(total), SEGMENT):
+        part = total[start : start + SEGMENT]
+        if part.dtype == np.int32 and magnitude(part) + half >= VALUE_LIMIT:
+            part = part.astype(np.int64)
+        sign = part >> (8 * part.itemsize - 1)  # -1 of what is negative, else 0
+        mean = np.abs(part)
+        mean += half
+        mean //= count
+        mean ^= sign
+        mean -= sign
+        result[start : start + SEGMENT] = mean
+    return result
+
+
+def add_into(total: Ints, update: FixedUpdate, times: int = 1) -> None:
+    """total += times * update, in place."""
+    at = slice(None) if update.indices is None else update.indices
+    if times == 1:
+        total[at] += update.values
+    elif times == -1:
+        total[at] -= update.values
+    else:
+        total[at] += times * update.values.astype(np.int64, copy=False)
+
+
+def compact(dense: Whole) -> FixedUpdate:
+    """The shorter of the two forms of a dense vector (an index costs as much as a value)."""
+    indices = np.flatnonzero(dense != 0).astype(np.int32)
+    if 2 * len(indices) < len(dense):
+        return FixedUpdate(len(dense), indices, dense[indices])
+    return FixedUpdate(len(dense), None, dense)
+
+
+def narrow(values: Whole) -> Whole:
+    """As int32, if they fit."""
+    fits = values.dtype != np.int32 and magnitude(values) < VALUE_LIMIT
+    return values.astype(np.int32) if fits else values
+
+
+def to_float(consensus: Quanta) -> Floats:
+    """The fp32 weights of a consensus: one correctly rounded division by a power of two."""
+    made: Floats = np.empty(consensus.shape, dtype=np.float32)
+    write_floats(consensus, made)
+    return made
+
+
+def write_floats(consensus: Quanta, out: Floats | Halves) -> None:
+    """The same into `out`, in its precision."""
+    for start in range(0, len(consensus), SEGMENT):  # in the cache
+        part = consensus[start : start + SEGMENT].astype(np.float64)
+        part *= 2.0**-QUANTUM_BITS
+        out[start : start + SEGMENT] = part
+
+
+def to_fixed(weights: Floats) -> Quanta:
+    """The nearest consensus to fp32 weights (used once, for a run's first weights)."""
+    out = np.empty(weights.shape, dtype=np.int32)
+    for start in range(0, len(weights), SEGMENT):
+        part = weights[start : start + SEGMENT].astype(np.float64)
+        part *= 2.0**QUANTUM_BITS
+        np.rint(part, out=part)
+        out[start : start + SEGMENT] = np.clip(part, -(VALUE_LIMIT - 1), VALUE_LIMIT - 1)
+    return out
+
+
+def weights_digest(consensus: Quanta) -> bytes:
+    """The name of a consensus: BLAKE3 over its little-endian int32 values."""
+    state = blake3(b"blockswarm weights 2")
+    state.update(len(consensus).to_bytes(8, "big"))
+    state.update(_little_endian(consensus))
+    return state.digest()
+
+
+def step_digest(delta: FixedUpdate) -> bytes:
+    """The name of a step, whatever form it is held in: of all its values if that is shorter."""
+    short = delta
+    if delta.indices is None or 2 * np.count_nonzero(delta.values) >= delta.size:
+        short = compact(delta.dense())
+    elif not delta.values.all():
+        kept = np.flatnonzero(delta.values)
+        short = FixedUpdate(delta.size, delta.indices[kept], delta.values[kept])
+    state = blake3(b"blockswarm step 3")
+    state.update(delta.size.to_bytes(8, "big"))
+    state.update(b"dense" if short.indices is None else b"sparse")
+    for numbers in (short.indices, short.values):
+        if numbers is not None:
+            state.update(_little_endian(numbers))
+    return state.digest()
+
+
+def _little_endian(numbers: Whole) -> memoryview:
+    """As int32, which holds every weight, every index and every value of a step."""
+    if numbers.dtype.itemsize > 4 and len(numbers):
+        lowest, highest = int(numbers.min()), int(numbers.max())
+        if not -VALUE_LIMIT <= lowest <= highest < VALUE_LIMIT:
+            raise ValueError(f"{lowest} to {highest}: no step has such values")
+    return np.ascontiguousarray(numbers, dtype="<i4").view(np.uint8).data

@@ -1,0 +1,262 @@
+"""The consensus of a block as a log: one entry per round, steps since a pinned snapshot.
+
+Decides what a consensus is called, what is kept, what has to be fetched to catch up and how to get
+from one branch to another. Knows nothing of bytes, files or peers' addresses: it plans, the node
+moves the data.
+
+An entry's digest covers its parent, so the digest that peers sign in their records stands for the
+whole history: the weights, the step, and who contributed with what score. Everything that has to be
+equal on all replicas (who may vote, reference norms, scores) is therefore read from here.
+"""
+
+from __future__ import annotations
+
+import enum
+import hashlib
+from collections import Counter
+from collections.abc import Sequence
+from dataclasses import dataclass
+from functools import cached_property
+from itertools import pairwise
+
+from protocol.errors import BlockswarmError, WireError
+
+MAX_ENTRIES = 4096
+MAX_CONTRIBUTIONS = 1024
+
+
+class LogError(WireError):
+    """Entries that do not form the chain that their signed digest stands for."""
+
+
+class PrunedError(BlockswarmError):
+    """A version that is older than what this log keeps."""
+
+
+@dataclass(frozen=True)
+class Contribution:
+    """One update of an agreed set: `scale` is the part that went in (1/65536; 0: left out)."""
+
+    digest: bytes
+    sender: str
+    scale: int
+    score: int = 0
+
+
+@dataclass(frozen=True)
+class Entry:
+    """The consensus after a round. `weights` and `step` are digests of their content."""
+
+    round: int
+    parent: bytes
+    weights: bytes
+    step: bytes
+    median_norm: int
+    contributions: tuple[Contribution, ...]
+
+    @cached_property
+    def digest(self) -> bytes:
+        state = hashlib.blake2b(b"blockswarm entry 1", digest_size=32)
+        numbers = (self.round + 1, self.median_norm, len(self.contributions))
+        for part in (self.parent, self.weights, self.step, *map(_int_bytes, numbers)):
+            state.update(len(part).to_bytes(4, "big") + part)
+        for c in self.contributions:
+            for part in (c.digest, c.sender.encode(), _int_bytes(c.scale), _int_bytes(c.score)):
+                state.update(len(part).to_bytes(4, "big") + part)
+        return state.digest()
+
+    def contribution_of(self, sender: str) -> Contribution | None:
+        return next((c for c in self.contributions if c.sender == sender), None)
+
+    @cached_property
+    def named(self) -> frozenset[bytes]:
+        """The digests of its agreed set."""
+        return frozenset(c.digest for c in self.contributions)
+
+    def included(self, digest: bytes) -> bool:
+        return any(c.digest == digest and c.scale > 0 for c in self.contributions)
+
+
+def _int_bytes(value: int) -> bytes:
+    return value.to_bytes(16, "big", signed=True)
+
+
+def genesis(run_id: str, block: int, weights: bytes) -> Entry:
+    """The entry before the first round: the weights that the run's seed gives everybody."""
+    root = hashlib.blake2b(f"{run_id}/{block}".encode(), digest_size=32).digest()
+    return Entry(-1, root, weights, bytes(32), 0, ())
+
+
+def check_chain(entries: Sequence[Entry], head: bytes) -> None:
+    """Raise LogError unless the entries are linked, ascend, and end in the signed digest."""
+    if not entries or len(entries) > MAX_ENTRIES:
+        raise LogError(f"a log of {len(entries)} entries")
+    for before, after in pairwise(entries):
+        if after.parent != before.digest or after.round <= before.round:
+            raise LogError(f"log entry of round {after.round} does not follow its parent")
+    if any(len(entry.contributions) > MAX_CONTRIBUTIONS for entry in entries):
+        raise LogError("log entry with too many contributions")
+    if entries[-1].digest != head:
+        raise LogError("log does not end in the digest that was asked for")
+
+
+class MoveMode(enum.Enum):
+    """What becomes of the unsent part when a replica changes branches (see
+    swarm.consensus.forks)."""
+
+    REBASE = "rebase"
+    MERGE = "merge"
+    KEEP = "keep"
+
+
+@dataclass(frozen=True)
+class MovePlan:
+    """How to get to another head: roll back, or start from a snapshot; then apply steps."""
+
+    rollback: tuple[Entry, ...]  # ours, newest first
+    snapshot: Entry | None  # fetch these weights instead of rolling back
+    forward: tuple[Entry, ...]  # theirs, oldest first: fetch and apply their steps
+    fork: Entry | None  # the common ancestor
+
+    @property
+    def known(self) -> bool:
+        return self.fork is not None
+
+
+@dataclass(frozen=True)
+class ConsensusLog:
+    """Entries, oldest first; the oldest may be any round (older ones were pruned)."""
+
+    entries: tuple[Entry, ...]
+    snapshot_every: int = 16
+    keep_entries: int = 1024
+
+    @property
+    def head(self) -> Entry:
+        return self.entries[-1]
+
+    def appended(self, entry: Entry) -> ConsensusLog:
+        check_chain((self.head, entry), entry.digest)
+        return self._with((*self.entries, entry))
+
+    def _with(self, entries: Sequence[Entry]) -> ConsensusLog:
+        kept = tuple(entries)[-self.keep_entries :]
+        return ConsensusLog(kept, self.snapshot_every, self.keep_entries)
+
+    def pinned(self) -> tuple[Entry, ...]:
+        """The entries whose weights are kept as snapshots: the last two at a multiple of S.
+
+        Two, so that a catch-up that began before a new pin can still end.
+        """
+        first = self.entries[0]
+        pins = [
+            after
+            for before, after in pairwise(self.entries)
+            if after.round // self.snapshot_every > before.round // self.snapshot_every
+        ]
+        return tuple(([] if first.round >= 0 else [first]) + pins)[-2:] or (first,)
+
+    def steps_kept(self) -> tuple[Entry, ...]:
+        """The entries whose steps are kept: all since the older pinned snapshot."""
+        oldest = self.pinned()[0].round
+        return tuple(entry for entry in self.entries if entry.round > oldest)
+
+    def version_at(self, number: int) -> Entry:
+        """The consensus as of a round: the last entry that is not newer. For staggered copies."""
+        for entry in reversed(self.entries):
+            if entry.round <= number:
+                if entry.round < self.pinned()[0].round:
+                    break
+                return entry
+        raise PrunedError(f"round {number} is older than the log", "ask another replica")
+
+    def staggered(self, number: int, blocks_back: int) -> Entry:
+        """What the worker of block b reads of block b - blocks_back in round `number`."""
+        return self.version_at(number - (blocks_back - 1))
+
+    def plan_move(self, theirs: Sequence[Entry], pinned: Sequence[Entry]) -> MovePlan:
+        """From our head to theirs[-1]. `pinned` are the snapshots that the donors still have."""
+        ours = {entry.digest: i for i, entry in enumerate(self.entries)}
+        # The chain names the parent of its oldest entry too: a fork may sit right before it.
+        for i in range(len(theirs) - 1, -2, -1):
+            digest = theirs[i].digest if i >= 0 else theirs[0].parent
+            if digest in ours:
+                fork = self.entries[ours[digest]]
+                rollback = self.entries[ours[digest] + 1 :][::-1]
+                forward = tuple(theirs[i + 1 :])
+                have_steps = not forward or not pinned or forward[0].round > pinned[0].round
+                can_roll = all(entry in self.steps_kept() for entry in rollback)
+                if have_steps and can_roll:
+                    return MovePlan(tuple(rollback), None, forward, fork)
+                return self._from_snapshot(tuple(rollback), theirs, pinned, fork)
+        return self._from_snapshot((), theirs, pinned, None)
+
+    def _from_snapshot(
+        self,
+        rollback: tuple[Entry, ...],
+        theirs: Sequence[Entry],
+        pinned: Sequence[Entry],
+        fork: Entry | None,
+    ) -> MovePlan:
+        usable = [entry for entry in pinned if entry in theirs]
+        start = usable[-1] if usable else theirs[-1]
+        forward = tuple(entry for entry in theirs if entry.round > start.round)
+        return MovePlan(rollback, start, forward, fork)
+
+    def moved(self, theirs: Sequence[Entry]) -> ConsensusLog:
+        """This log on their branch: their chain, with our older entries under it if they link."""
+        for i, entry in enumerate(self.entries):
+            if entry.digest == theirs[0].digest:
+                return self._with((*self.entries[:i], *theirs))
+            if entry.digest == theirs[0].parent:
+                return self._with((*self.entries[: i + 1], *theirs))
+        return self._with(theirs)
+
+    def since(self, digest: bytes) -> tuple[Entry, ...]:
+        """What to send to a replica that has `digest`: the entries from there on, or all."""
+        for i, entry in enumerate(self.entries):
+            if entry.digest == digest:
+                return self.entries[i:]
+        return self.entries
+
+    # What all replicas must know alike.
+
+    def recent_norms(self, window: int = 8) -> tuple[int, ...]:
+        return tuple(e.median_norm for e in self.entries[-window:] if e.contributions)
+
+    def past_scores(self, sender: str, window: int = 7) -> tuple[int, ...]:
+        """The last scores of a sender. Those older than 4 windows are forgotten."""
+        found = [e.contribution_of(sender) for e in self.entries[-4 * window :]]
+        return tuple(c.score for c in found if c is not None)[-window:]
+
+    def inclusions(self, window: int = 8) -> Counter[str]:
+        return Counter(
+            c.sender for e in self.entries[-window:] for c in e.contributions if c.scale > 0
+        )
+
+    def contributors(self) -> frozenset[str]:
+        """Everybody with an update in what is kept of the log."""
+        return frozenset(c.sender for e in self.entries for c in e.contributions if c.scale > 0)
+
+    def has_update(self, digest: bytes, window: int = 256) -> bool:
+        """Whether an update was in an agreed set before: then an offer of it is a replay."""
+        return any(digest in entry.named for entry in self.entries[-window:])
+
+    def member_count(self, window: int = 8) -> int:
+        """How many replicas the block has: the most senders of one round, lately."""
+        return max((len(entry.contributions) for entry in self.entries[-window:]), default=0)
+
+    def eligible_voters(self, seniority: int = 3, window: int = 8) -> frozenset[str]:
+        """Who has a vote: senders that were included in `seniority` of the last rounds.
+
+        In a young run as often as the most included one. Identities are free, so a head count of
+        voters is worth nothing; accepted work is not free. Empty in the first round: all may vote.
+        """
+        counts = self.inclusions(window)
+        needed = min(seniority, max(counts.values(), default=0))
+        return frozenset(sender for sender, count in counts.items() if count >= needed)
+
+
+def candidates(support: Counter[bytes], most: int = 3) -> tuple[bytes, ...]:
+    """Distinct digests worth fetching: the best supported, ties to the lower digest."""
+    return tuple(sorted(support, key=lambda digest: (-support[digest], digest))[:most])

@@ -1,0 +1,48 @@
+"""What is said about a round when it is closed, and what its arrival times teach.
+
+Decides the content of a Report. Knows nothing of the event log's form (swarm/events.py).
+"""
+
+from __future__ import annotations
+
+from dataclasses import replace
+
+from swarm.rounds import actions as act
+from swarm.rounds.deadline import remembered
+from swarm.rounds.state import RoundState, Stage
+
+
+def remember_arrivals(state: RoundState, stage: Stage) -> RoundState:
+    gave_up = stage.third_s - stage.opens_s
+    times = [
+        stage.held.get(ref, gave_up)
+        for ref in stage.offers
+        if ref.sender != state.me and ref not in stage.refused
+    ]
+    return replace(
+        state, arrivals_s=remembered(state.arrivals_s, sorted(times), state.rules.deadline)
+    )
+
+
+def included(state: RoundState) -> bool | None:
+    if state.own is None or state.own in state.in_flight:
+        return None
+    return any(entry.included(state.own.digest) for entry in state.log.entries[-4:])
+
+
+def report_of(state: RoundState, stage: Stage) -> act.Report:
+    first = stage.first_s - stage.opens_s
+    others = {ref: at for ref, at in stage.held.items() if ref.sender != state.me}
+    missing = [r for r in stage.offers if r not in stage.held and r not in stage.refused]
+    return act.Report(
+        round=state.round,
+        outcome=state.outcome,
+        in_time=tuple(sorted(ref.sender for ref, at in others.items() if at <= first)),
+        late=tuple(sorted(ref.sender for ref, at in others.items() if at > first)),
+        missing=tuple(sorted(ref.sender for ref in missing)),
+        refused=tuple(sorted((ref.sender, why) for ref, why in stage.refused.items())),
+        agreed=tuple(ref.sender for ref in stage.agreed or ()),
+        included=included(state),
+        voters=len(stage.ballot.votes),
+        first_deadline_s=first,
+    )

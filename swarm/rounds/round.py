@@ -1,0 +1,378 @@
+"""A round: who sends what to whom until when, and what happens if they do not.
+
+Decides everything about the exchange of a block's replicas as a pure function:
+`step(state, event, now_s) -> (state, actions)`. Knows nothing of sockets, weights or processes; the
+live node and the simulator run this very code. `now_s` is run time (see swarm/rounds/clock.py).
+
+The exchange of round r opens at start + r * period and passes through
+
+    COLLECT   our update is made and announced, those of the others are pulled
+    VOTE      from the first deadline on: votes are out; half way, missing ones are asked for
+    REPAIR    from the second deadline on: the agreed set is known, what is missing of it is pulled
+    AGGREGATE the agreed set is complete, the step is computed
+    DONE      applied, or given up at the third deadline
+
+After the last exchange of a run (`RoundRules.last`) its replicas announce their heads and move to
+each other's as before, so that all end on one consensus and serve it; nothing else is exchanged.
+
+With more than 16 replicas a second stage of the same form follows, on the groups' aggregates.
+Every phase ends at its deadline or when nothing more is expected, so a swarm without faults is as
+fast as its slowest link and one with faults loses a deadline.
+
+What keeps it right:
+- An update is counted once: it belongs to one round, a set of digests is aggregated, and its sender
+  holds it in flight, out of the next update, until an entry of that round is on its chain.
+- None is lost: in flight means still measured as unsent (swarm/consensus/feedback.py); if the entry
+  does not have it, it goes back.
+- Same votes on the same base give the same set; a replica that cannot complete the agreed set never
+  aggregates a part of it but waits for the others' result.
+- Replicas that still differ see it in the heads of the next records and votes: the fewer move to
+  the more (swarm/consensus/forks.py), in time to vote if the data comes before the first deadline.
+
+Changes against the design, with reasons: votes are asked for once more (costs nothing without loss,
+makes branches rare); the first deadline is agreed, not private (swarm/rounds/deadline.py); who has
+a vote is read from the log (swarm/consensus/log.py); the error feedback is measured, not a second
+buffer.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Mapping
+from dataclasses import replace
+
+from swarm.consensus.votes import MAX_LISTED, UpdateRef, Vote
+from swarm.rounds import actions as act
+from swarm.rounds.clock import MAX_OFFSET_S, exchange_opens_s, round_at
+from swarm.rounds.deadline import agreed_s, proposal_s
+from swarm.rounds.groups import group_count
+from swarm.rounds.heads import apply_entry, choose_head, fetch_failed, fetched, give_up_waiting
+from swarm.rounds.phases import end_collect, end_repair, end_vote
+from swarm.rounds.report import included, remember_arrivals, report_of
+from swarm.rounds.second_stage import group_ready, heard_claim
+from swarm.rounds.state import (
+    MAX_KNOWN,
+    PeerView,
+    Phase,
+    RoundState,
+    Stage,
+    in_own_group,
+    keep_ahead,
+    kept_for_later,
+    may_vote,
+    opened,
+    with_stage,
+)
+
+Result = tuple[RoundState, list[act.Action]]
+
+
+def step(state: RoundState, event: act.Event, now_s: float) -> Result:
+    """The whole machine: turn to a new round if it is time, hear the event, pass deadlines."""
+    actions: list[act.Action] = []
+    state = _turn(state, now_s, actions)
+    # What was due before this event comes first, even if the Tick for it was late.
+    state = _pass_deadlines(state, now_s, actions)
+    state = _hear(state, event, now_s, actions)
+    if _says_where_a_peer_stands(state, event):
+        state = choose_head(state, now_s, actions)
+    return _pass_deadlines(state, now_s, actions), actions
+
+
+def _says_where_a_peer_stands(state: RoundState, event: act.Event) -> bool:
+    if isinstance(event, act.VoteArrived):
+        return event.vote.base != state.log.head.digest
+    return isinstance(event, act.PeerRecord | act.RecordsRead | act.FetchFailed)
+
+
+def next_wakeup_s(state: RoundState, now_s: float) -> float:
+    """When a Tick is due even if nothing happens. What was due until now has been done."""
+    rules, stage = state.rules, state.stage
+    times = [exchange_opens_s(state.round + 1, rules.start_s, rules.period_s)]
+    if stage and stage.phase < Phase.AGGREGATE:
+        asking = (stage.first_s + stage.second_s) / 2
+        times += [stage.first_s, asking, stage.second_s, stage.third_s]
+    return min((time for time in times if time > now_s), default=now_s + rules.period_s)
+
+
+def _turn(state: RoundState, now_s: float, out: list[act.Action]) -> RoundState:
+    number = round_at(now_s, state.rules.start_s, state.rules.period_s)
+    was_set_back = _was_set_back(state, now_s)
+    if number <= state.round and not was_set_back:
+        return state
+    if number < 0:  # the run has not begun: nothing to exchange, and no round of such a number
+        return replace(state, round=number)
+    state = _close(state, out)
+    opens = exchange_opens_s(number, state.rules.start_s, state.rules.period_s)
+    seen = [v.proposal_s for v in state.peers.values() if v.round >= state.round]
+    mine = proposal_s(state.arrivals_s, state.rules.deadline)
+    first = opens + agreed_s([*seen, mine], state.rules.deadline)
+    peers = {p: v for p, v in state.peers.items() if v.round >= number - 3}
+    members = state.log.member_count() or len(peers) + 1
+    state = replace(
+        state,
+        round=number,
+        warm_until=min(state.warm_until, number) if was_set_back else state.warm_until,
+        groups=group_count(members),
+        stage=opened(state.rules, 0, opens, first),
+        own=None,
+        own_size_bytes=0,
+        peers=peers,
+        sync=None,
+        early=tuple(event for event in state.early if _round_of(event) == number),
+        ahead=(),
+        outcome="undecided",
+        first_report=None,
+    )
+    state = give_up_waiting(state, out)
+    if state.rules.ended(number):  # say where we stand, and hear where the others do: no more
+        state = replace(state, outcome="ended")
+        out.append(announcement(state))
+    elif now_s >= first:  # we slept through it: take part in the next one
+        state = replace(with_stage(state, phase=Phase.DONE), outcome="missed")
+    elif number > state.warm_until:
+        out.append(act.MakeUpdate(number, tuple(sorted(state.in_flight))))
+    else:
+        out.append(announcement(state))
+    return state
+
+
+def _was_set_back(state: RoundState, now_s: float) -> bool:
+    """Whether we were in rounds of another time: a step of the clock was followed that was wrong.
+
+    What a correction takes back is waited out: to vote again in a round would be two-faced.
+    """
+    opened_s = exchange_opens_s(state.round, state.rules.start_s, state.rules.period_s)
+    return opened_s - now_s > 2 * MAX_OFFSET_S
+
+
+def announcement(state: RoundState) -> act.Announce:
+    """What we say of ourselves in this round. A newcomer says it at once, before its first round
+    turns: until then nobody would show it anything."""
+    head = state.log.head
+    proposal = proposal_s(state.arrivals_s, state.rules.deadline)
+    return act.Announce(
+        state.round, head.digest, head.round, state.own, state.own_size_bytes, proposal
+    )
+
+
+def _close(state: RoundState, out: list[act.Action]) -> RoundState:
+    """Report, and remember arrival times."""
+    stage = state.stage
+    if stage is None or state.outcome == "ended":
+        return state
+    report = state.first_report or report_of(state, stage)
+    out.append(replace(report, outcome=state.outcome, included=included(state)))
+    if stage.number == 0:
+        state = remember_arrivals(state, stage)
+    return state
+
+
+def _hear(state: RoundState, event: act.Event, now_s: float, out: list[act.Action]) -> RoundState:
+    match event:
+        case act.RecordsRead(records):
+            return _records(state, records[:MAX_KNOWN], out)
+        case act.PeerRecord():
+            return _records(state, (event,), out)
+        case act.GroupClaim() if event.round == state.round + 1:
+            return _keep_early(state, event)
+        case act.VoteArrived(vote) if vote.round == state.round + 1:
+            return _keep_early(state, event)
+        case act.UpdateReady():
+            return _own_ready(state, event, now_s, out)
+        case act.UpdateArrived(ref, refused):
+            return _arrived(state, ref, refused, now_s)
+        case act.PullFailed(ref):
+            return with_stage(state, pulling=_pulling(state) - {ref})
+        case act.VoteArrived(vote):
+            return _vote(state, vote, out)
+        case act.VotesWanted():
+            return _votes_wanted(state, event, out)
+        case act.GroupClaim():
+            return heard_claim(state, event, out)
+        case act.AggregateReady(number, ref):
+            state, waiting = group_ready(state, number, ref, now_s, out)
+            for heard in waiting:
+                state = _hear(state, heard, now_s, out)
+            return state
+        case act.StepReady(entry):
+            return apply_entry(state, entry, out)
+        case act.ConsensusFetched():
+            return fetched(state, event, out)
+        case act.FetchFailed(target, liars):
+            return fetch_failed(state, target, liars)
+        case act.CanaryVerdict(number, harmful):
+            trust = state.trust
+            for peer in harmful:
+                why = "the canary: its updates made the consensus worse on held-out text"
+                trust = trust.exclude(peer, number, why) if peer != state.me else trust
+            return replace(state, trust=trust)
+    return state
+
+
+def _pulling(state: RoundState) -> frozenset[UpdateRef]:
+    return state.stage.pulling if state.stage else frozenset()
+
+
+def _keep_early(state: RoundState, event: act.Event) -> RoundState:
+    """A peer whose clock is a little ahead of ours: hear it when our round opens."""
+    return replace(state, early=kept_for_later(state.early, event))
+
+
+def _own_ready(
+    state: RoundState, event: act.UpdateReady, now_s: float, out: list[act.Action]
+) -> RoundState:
+    stage = state.stage
+    if event.ref in state.in_flight or any(
+        entry.included(event.ref.digest) for entry in state.log.entries[-4:]
+    ):
+        return state
+    open_now = (
+        stage and stage.number == 0 and stage.phase is Phase.COLLECT and now_s < stage.first_s
+    )
+    if stage is None or not open_now or event.round != state.round or state.own is not None:
+        out.append(act.ReturnToFeedback(event.ref))
+        return state
+    state = replace(
+        state,
+        own=event.ref,
+        own_size_bytes=event.size_bytes,
+        in_flight={**state.in_flight, event.ref: state.round},
+        stage=replace(stage, held={**stage.held, event.ref: now_s - stage.opens_s}),
+    )
+    out.append(announcement(state))
+    return state
+
+
+def _see(state: RoundState, views: Mapping[str, PeerView]) -> RoundState:
+    """Remember where peers stand, at most MAX_KNOWN. An older word never replaces a newer."""
+    peers = dict(state.peers)
+    for peer, view in views.items():
+        known = peers.get(peer)
+        if peer == state.me or (known is None and len(peers) >= MAX_KNOWN):
+            continue
+        if known is None or (view.round, view.head_round) >= (known.round, known.head_round):
+            peers[peer] = view
+    return replace(state, peers=peers, trust=state.trust.seen(views, state.round))
+
+
+def _records(
+    state: RoundState, records: tuple[act.PeerRecord, ...], out: list[act.Action]
+) -> RoundState:
+    for record in records:
+        if record.round == state.round + 1:
+            state = _keep_early(state, record)
+    # One of the round before says that its owner is there, and offers nothing any more.
+    late = [r for r in records if r.round == state.round - 1 and r.peer != state.me]
+    now = [r for r in records if r.round == state.round and r.peer != state.me]
+    views = {r.peer: PeerView(r.round, r.head, r.head_round, r.proposal_s) for r in (*late, *now)}
+    state = _see(state, views) if views else state
+    for record in now:
+        ref, stage = record.update, state.stage
+        if ref is not None and stage and stage.number == 0 and ref.sender == record.peer:
+            state = _offer(state, stage, ref, (record.peer,), out)
+    return state
+
+
+def _offer(
+    state: RoundState,
+    stage: Stage,
+    ref: UpdateRef,
+    holders: tuple[str, ...],
+    out: list[act.Action],
+) -> RoundState:
+    """Someone has an update for us. One per sender, of our group, at most 16, in time."""
+    if ref.sender == state.me or state.trust.excluded(ref.sender, state.round):
+        return state
+    if state.rules.ended(state.round) or state.log.head.round >= state.round:
+        return state  # nothing more goes into this round, also if we only got its result
+    if not in_own_group(state, ref.sender) or stage.phase is not Phase.COLLECT:
+        return state
+    if any(offer.sender == ref.sender for offer in stage.offers):
+        return state
+    offers = {**stage.offers, ref: holders}
+    if state.log.has_update(ref.digest):
+        why = "replay"
+        state = replace(state, trust=state.trust.fault(ref.sender, state.round, why))
+        return with_stage(state, offers=offers, refused={**stage.refused, ref: why})
+    if len(stage.pulling) + len(stage.held) >= MAX_LISTED:
+        return with_stage(state, offers=offers)
+    out.append(act.Pull(ref, holders, stage.third_s))
+    return with_stage(state, offers=offers, pulling=stage.pulling | {ref})
+
+
+def _arrived(state: RoundState, ref: UpdateRef, refused: str, now_s: float) -> RoundState:
+    stage = state.stage
+    if stage is None or ref not in stage.pulling:
+        return state
+    pulling = stage.pulling - {ref}
+    if refused:
+        if stage.number == 0:
+            why = f"refused update: {refused}"
+            state = replace(state, trust=state.trust.fault(ref.sender, state.round, why))
+        return with_stage(state, pulling=pulling, refused={**stage.refused, ref: refused})
+    return with_stage(state, pulling=pulling, held={**stage.held, ref: now_s - stage.opens_s})
+
+
+def _vote(state: RoundState, vote: Vote, out: list[act.Action]) -> RoundState:
+    stage = state.stage
+    if stage is None or vote.round != state.round or vote.voter == state.me:
+        return state
+    if vote.stage > stage.number:
+        return keep_ahead(state, act.VoteArrived(vote))
+    if vote.stage < stage.number or stage.agreed is not None or not may_vote(state, vote.voter):
+        return state
+    known = state.peers.get(vote.voter)
+    proposal = known.proposal_s if known else state.rules.deadline.ceiling_s
+    view = PeerView(vote.round, vote.base, vote.base_round, proposal)
+    if known != view:
+        state = _see(state, {vote.voter: view})
+    ballot = stage.ballot.with_vote(vote)
+    if vote.voter in ballot.two_faced and vote.voter not in stage.ballot.two_faced:
+        trust = state.trust.fault(vote.voter, state.round, "two different votes in one round")
+        state = replace(state, trust=trust)
+    state = with_stage(state, ballot=ballot)
+    # Other senders in a vote are hearsay. Its own update a voter signs, as in its record, which
+    # the vote may overtake: without this it would count as one that sends nothing.
+    own = next((ref for ref in vote.listed if ref.sender == vote.voter), None)
+    if own is not None and vote.stage == 0 and state.stage is not None:
+        state = _offer(state, state.stage, own, (vote.voter,), out)
+    return state
+
+
+def _votes_wanted(state: RoundState, event: act.VotesWanted, out: list[act.Action]) -> RoundState:
+    stage = state.stage
+    if stage and (event.round, event.stage) == (state.round, stage.number):
+        votes = stage.ballot.votes
+        found = tuple(votes[v] for v in event.voters[:MAX_LISTED] if v in votes)
+        if found:
+            out.append(act.SendVotes(event.peer, found))
+    return state
+
+
+def _pass_deadlines(state: RoundState, now_s: float, out: list[act.Action]) -> RoundState:
+    """Hear what came early, choose the head, and go from phase to phase while something is due."""
+    if state.early and _round_of(state.early[0]) == state.round:
+        due, state = state.early, replace(state, early=())
+        for event in due:
+            state = _hear(state, event, now_s, out)
+    while state.stage is not None:
+        before = state
+        phase = state.stage.phase
+        if phase is Phase.COLLECT:
+            state = end_collect(state, now_s, out)
+        elif phase is Phase.VOTE:
+            state = end_vote(state, now_s, out)
+        elif phase is Phase.REPAIR:
+            state = end_repair(state, now_s, out)
+        if state is before:
+            break
+    return state
+
+
+def _round_of(event: act.Event) -> int:
+    match event:
+        case act.PeerRecord() | act.GroupClaim():
+            return event.round
+        case act.VoteArrived(vote):
+            return vote.round
+    return -1

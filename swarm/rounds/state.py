@@ -1,0 +1,188 @@
+"""What a replica knows about the exchange of a round, and who takes part in it.
+
+Decides the form of the state and reads membership from it. Knows nothing of what follows from an
+event: that is `swarm.rounds.round`.
+"""
+
+from __future__ import annotations
+
+import enum
+from collections.abc import Mapping
+from dataclasses import dataclass, field, replace
+
+from swarm.consensus.log import ConsensusLog
+from swarm.consensus.trust import TrustBook
+from swarm.consensus.votes import Ballot, UpdateRef
+from swarm.rounds import actions as act
+from swarm.rounds.deadline import DeadlineRules
+from swarm.rounds.groups import committee, group_of, members_of
+
+MAX_EARLY = 256
+MAX_KNOWN = 1024
+
+
+@dataclass(frozen=True)
+class RoundRules:
+    """The run's timing. An exchange must fit into a period: checked here, once."""
+
+    start_s: float
+    period_s: float
+    deadline: DeadlineRules
+    vote_window_s: float
+    repair_window_s: float
+    last: int | None = None  # the last exchange of the run; None: it has no end
+
+    def ended(self, number: int) -> bool:
+        return self.last is not None and number > self.last
+
+    def __post_init__(self) -> None:
+        both_stages = 2 * self.vote_window_s + 3 * self.repair_window_s
+        windows = self.deadline.ceiling_s + both_stages
+        if windows > self.period_s:
+            raise ValueError(f"an exchange of {windows} s does not fit into {self.period_s} s")
+
+
+class Phase(enum.IntEnum):
+    COLLECT = 0
+    VOTE = 1
+    REPAIR = 2
+    AGGREGATE = 3
+    DONE = 4
+
+
+@dataclass(frozen=True)
+class Stage:
+    """One passage from COLLECT to DONE: over updates (0) or over groups' aggregates (1)."""
+
+    number: int
+    opens_s: float
+    first_s: float
+    second_s: float
+    third_s: float
+    phase: Phase = Phase.COLLECT
+    offers: Mapping[UpdateRef, tuple[str, ...]] = field(default_factory=dict)  # -> holders
+    pulling: frozenset[UpdateRef] = frozenset()
+    held: Mapping[UpdateRef, float] = field(default_factory=dict)  # -> arrived after, seconds
+    refused: Mapping[UpdateRef, str] = field(default_factory=dict)
+    ballot: Ballot = field(default_factory=Ballot)
+    asked: bool = False
+    agreed: tuple[UpdateRef, ...] | None = None
+
+
+@dataclass(frozen=True)
+class Sync:
+    """We know that we stand on the wrong head and are fetching the right one."""
+
+    target: bytes
+    until_s: float
+
+
+@dataclass(frozen=True)
+class PeerView:
+    """The newest record or vote of a peer."""
+
+    round: int
+    head: bytes
+    head_round: int
+    proposal_s: float
+
+
+@dataclass(frozen=True)
+class RoundState:
+    """Everything that a replica knows about the exchange. Immutable; plain data."""
+
+    me: str
+    rules: RoundRules
+    log: ConsensusLog
+    trust: TrustBook = field(default_factory=TrustBook)
+    warm_until: int = 0  # a newcomer sends no update up to this round
+    round: int = 0
+    groups: int = 1
+    stage: Stage | None = None
+    own: UpdateRef | None = None
+    own_size_bytes: int = 0
+    in_flight: Mapping[UpdateRef, int] = field(default_factory=dict)  # -> its round
+    peers: Mapping[str, PeerView] = field(default_factory=dict)
+    arrivals_s: tuple[float, ...] = ()
+    sync: Sync | None = None
+    early: tuple[act.Event, ...] = ()  # of the next round
+    ahead: tuple[act.Event, ...] = ()  # of the second stage, while we are in the first
+    outcome: str = "missed"
+    first_report: act.Report | None = None  # of stage 0, while stage 1 is on
+
+
+def with_stage(state: RoundState, **changes: object) -> RoundState:
+    if state.stage is None:
+        return state
+    return replace(state, stage=replace(state.stage, **changes))  # type: ignore[arg-type]
+
+
+def opened(rules: RoundRules, number: int, opens_s: float, first_s: float) -> Stage:
+    second = first_s + rules.vote_window_s
+    return Stage(number, opens_s, first_s, second, second + rules.repair_window_s)
+
+
+def all_peers(state: RoundState) -> list[str]:
+    return [*state.peers, state.me]
+
+
+def own_group(state: RoundState) -> tuple[str, ...]:
+    """Our group of this round, with us."""
+    group = group_of(state.me, state.round, state.groups)
+    return members_of(group, all_peers(state), state.round, state.groups, MAX_KNOWN)
+
+
+def in_own_group(state: RoundState, peer: str) -> bool:
+    ours = group_of(state.me, state.round, state.groups)
+    return group_of(peer, state.round, state.groups) == ours
+
+
+def may_vote(state: RoundState, peer: str) -> bool:
+    """Also a peer whose record we have not seen: its vote is signed and names its base."""
+    if state.stage and state.stage.number == 1:
+        return peer in committee({*state.peers, state.me, peer}, state.round)
+    return in_own_group(state, peer)
+
+
+def voters(state: RoundState) -> tuple[str, ...]:
+    if state.stage and state.stage.number == 1:
+        return committee(all_peers(state), state.round)
+    return own_group(state)
+
+
+def active(state: RoundState, peer: str) -> bool:
+    """Seen in this round or the one before, and not excluded."""
+    view = state.peers.get(peer)
+    fresh = view is not None and view.round >= state.round - 1
+    return fresh and not state.trust.excluded(peer, state.round)
+
+
+def keep_ahead(state: RoundState, event: act.Event) -> RoundState:
+    """A peer that is in the second stage already: hear it when we get there."""
+    return replace(state, ahead=kept_for_later(state.ahead, event))
+
+
+def kept_for_later(waiting: tuple[act.Event, ...], event: act.Event) -> tuple[act.Event, ...]:
+    """What waits to be heard, with one more event: bounded, and fair.
+
+    Of each peer the newest of a kind, so that one who talks much leaves room for the others. Of its
+    votes the first two that differ: they are what shows that it is two-faced.
+    """
+    of_it = tuple(e for e in waiting if _said_by(e) == _said_by(event))
+    others = tuple(e for e in waiting if _said_by(e) != _said_by(event))
+    if isinstance(event, act.VoteArrived):
+        if event in of_it or len(of_it) == 2:
+            return waiting
+        others = waiting
+    return waiting if len(others) >= MAX_EARLY else (*others, event)
+
+
+def _said_by(event: act.Event) -> tuple[str, str, int]:
+    match event:
+        case act.PeerRecord(peer=peer):
+            return ("record", peer, 0)
+        case act.GroupClaim(peer=peer):
+            return ("claim", peer, 0)
+        case act.VoteArrived(vote):
+            return ("vote", vote.voter, vote.stage)
+    return ("", "", 0)
