@@ -47,8 +47,8 @@ def here(folder: Path) -> set[str]:
 def said_to_be_here(folder: Path) -> list[str]:
     """What the docstring of a folder lists, in its order."""
     source = ast.parse((folder / "__init__.py").read_text())
-    text = ast.get_docstring(source, clean=False) or ""
-    return re.findall(r"^    (\w+/?)  ", text, re.MULTILINE)
+    text = ast.get_docstring(source) or ""
+    return re.findall(r"^(?: {4})?(\w+/?) {2,}", text, re.MULTILINE)
 
 
 @pytest.mark.parametrize("package", PACKAGES)
