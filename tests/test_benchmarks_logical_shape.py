@@ -150,7 +150,7 @@ lift_limits()
 from benchmarks.logical_shape_host import served_folder
 from benchmarks.logical_shape_matmul import Ways
 from benchmarks.logical_shape_model import SHAPES, shared_block
-from node.serving.server.host import run_file_of
+from node.serving.host import run_file_of
 from protocol.serving import SWEEP_BUDGET_MAX_S
 from swarm.runfile import parse
 

@@ -142,7 +142,7 @@ def test_first_signal_asks_and_second_one_ends(number: signal.Signals) -> None:
 
 SHOW = """
 import sys
-from node.host.host.live_line import fitted
+from node.host.live_line import fitted
 from node.console.terminal import LiveLine, say
 parts = [(9, "block 2"), (8, "round 41/120"), (7, "included"), (1, "x" * 200)]
 line = LiveLine(lambda width: fitted(parts, width))

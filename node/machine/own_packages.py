@@ -17,7 +17,7 @@ from pathlib import Path
 
 DISTRIBUTION = "blockswarm"
 # A file in each that no other project is likely to have there.
-MARKS = {"protocol": "SPEC_CODECS.md", "swarm": "runfile.py", "node": "own_packages.py"}
+MARKS = {"protocol": "SPEC_CODECS.md", "swarm": "runfile.py", "node": "machine/own_packages.py"}
 
 
 @dataclass(frozen=True)
