@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import dataclasses
 import signal
+import socket
 from collections.abc import Callable, Iterator
 from typing import Any
 
@@ -138,3 +139,11 @@ def wan_rights() -> None:
         namespaces.check_rights()
     except namespaces.NoRights as error:
         pytest.skip(f"{error.message}: {error.hint}")
+
+
+@pytest.fixture
+def closed() -> Iterator[int]:
+    """A port on which nothing listens, and which nobody else can take meanwhile."""
+    with socket.socket() as held:
+        held.bind(("127.0.0.1", 0))
+        yield held.getsockname()[1]
