@@ -13,6 +13,10 @@ from contextlib import suppress
 
 import click
 
+from node.machine import own_packages  # noqa: F401 (importing it is a check, so it comes first)
+
+# isort: split
+
 from node.commands.assemble import assemble_commands
 from node.commands.demo import demo_commands
 from node.commands.doctor import doctor_commands
@@ -24,7 +28,6 @@ from node.commands.report import report_commands
 from node.commands.serve import serve_commands
 from node.commands.swarm import swarm_commands
 from node.console.terminal import show_error
-from node.machine import own_packages  # noqa: F401 (importing it is a check, so it comes first)
 from node.machine.whole_import import guard_torch
 from protocol.errors import BlockswarmError, UsageError
 from protocol.version import PACKAGE_VERSION, PROTOCOL_MAJOR, PROTOCOL_MINOR

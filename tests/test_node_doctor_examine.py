@@ -9,6 +9,7 @@ import socket
 import stat
 import subprocess
 import sys
+import sysconfig
 from collections.abc import Iterator, Sequence
 from pathlib import Path
 from typing import Any
@@ -137,13 +138,16 @@ def test_packages_of_others(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> 
 
 @pytest.mark.parametrize("name", ["protocol", "swarm"])
 def test_a_package_that_shadows_ours_is_told_by_every_command(tmp_path: Path, name: str) -> None:
-    """Through the real command: without the check it is a traceback, even of doctor."""
+    """Through the real command: without the check it is a traceback, even of doctor.
+
+    With -S, as an editable installation would find our modules in spite of the other package.
+    """
     (tmp_path / name).mkdir()
     (tmp_path / name / "__init__.py").touch()
-    place = str(Path(__file__).parent.parent)
-    environment = {**os.environ, "PYTHONPATH": f"{tmp_path}{os.pathsep}{place}"}
+    places = (tmp_path, Path(__file__).parent.parent, sysconfig.get_path("purelib"))
+    environment = {**os.environ, "PYTHONPATH": os.pathsep.join(map(str, places))}
     done = subprocess.run(
-        [sys.executable, "-c", "from node.cli import main; main()", "doctor"],
+        [sys.executable, "-S", "-c", "from node.cli import main; main()", "doctor"],
         capture_output=True,
         text=True,
         env=environment,
