@@ -143,6 +143,23 @@ def test_which_text_judges(run_file: RunFile, text: Path, tmp_path: Path) -> Non
         load_judge(pinned, replace(options, data=None))
 
 
+@pytest.mark.parametrize(
+    ("typed", "said"),
+    [
+        ("", "no text was named"),
+        ("~no-such-user-here/text", "no such file or folder: '~no-such-user-here/text'"),
+        ("wikitext2", "no such file or folder: 'wikitext2'"),
+    ],
+)
+def test_a_text_that_is_none_is_told_as_it_was_typed(
+    run_file: RunFile, tmp_path: Path, typed: str, said: str
+) -> None:
+    options = AssembleOptions((), tmp_path, data=typed, evaluate_bytes=1024)
+    with pytest.raises(DataError) as told:
+        load_judge(run_file, options)
+    assert told.value.message == said
+
+
 def test_a_folder_of_another_model_is_left_alone(run_file: RunFile, tmp_path: Path) -> None:
     assert _folder_of_run(tmp_path, RUN_ID) is None
     found = pulled(run_file, 3, 0.1)

@@ -56,7 +56,7 @@ class AssembleOptions:
 
 
 class Judge:
-    """The run's held-out text. `valid` fits and chooses, `test` reports."""
+    """The held-out text and its lasting name. `valid` fits and chooses, `test` reports."""
 
     def __init__(self, corpus: Corpus, spec: str, context: int, limit_bytes: int) -> None:
         self.corpus, self.spec = corpus, spec
@@ -75,18 +75,13 @@ class Judge:
         return honest_ce(model, self.test)
 
 
-def text_spec(run_file: RunFile, options: AssembleOptions) -> str:
-    """The text to judge by; a path is absolute, so that `eval` finds it from any folder."""
-    return run_file.data.spec if options.data is None else lasting_spec(options.data)
-
-
 def load_judge(run_file: RunFile, options: AssembleOptions) -> Judge | None:
     if not options.evaluate_bytes:
         if options.fit:
             raise UsageError("--fit needs text to fit on", "leave --evaluate-bytes 0 out")
         return None
-    spec = text_spec(run_file, options)
-    if spec == "own":
+    spec = run_file.data.spec if options.data is None else options.data
+    if spec == "own" and options.data is None:
         raise UsageError(
             "in this run every host brings its own text, so there is none to evaluate on",
             "give a text with --data PATH, or --evaluate-bytes 0",
@@ -98,7 +93,7 @@ def load_judge(run_file: RunFile, options: AssembleOptions) -> Judge | None:
             f"the corpus {spec} on this machine is not the run's (sha256 {corpus.sha256[:16]}...)",
             "give the right text with --data, or --evaluate-bytes 0",
         )
-    return Judge(corpus, spec, run_file.run.model.context, options.evaluate_bytes)
+    return Judge(corpus, lasting_spec(spec), run_file.run.model.context, options.evaluate_bytes)
 
 
 async def assemble(
@@ -224,7 +219,7 @@ class _Job:
         self, pulled: Assembled, model: ComposedModel, held_out: float | None
     ) -> Facts:
         """Evaluate on the test split and put the folder in place. The facts of the result."""
-        data: Facts = {"spec": text_spec(self.run_file, self.options)}
+        data: Facts = {"spec": self.run_file.data.spec if self.judge is None else self.judge.spec}
         manifest: Facts = {
             "data": data,
             "evaluation": None,
