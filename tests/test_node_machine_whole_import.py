@@ -35,6 +35,20 @@ def test_an_interrupt_ends_the_process_inside_the_import(tmp_path: Path) -> None
     assert python(tmp_path, tried).stdout == "raised\n", "what it is for"
 
 
+def test_what_was_begun_is_ended_before(tmp_path: Path) -> None:
+    """As by a host, which has a process for training by then."""
+    (tmp_path / "torch.py").write_text(PRESSES)
+    program = (
+        "from node.machine.whole_import import before_stop, guard_torch; guard_torch()\n"
+        "from node.trainer import spare_process\n"
+        "spare_process.prepare()\n"
+        "before_stop(lambda: print('left:', spare_process._spare, flush=True))\n"
+        "before_stop(spare_process.leave_none)\n"
+        "import torch"
+    )
+    assert python(tmp_path, program).stdout.splitlines()[-1:] == ["left: None"]
+
+
 def test_before_and_after_it_is_an_exception_as_ever(tmp_path: Path) -> None:
     (tmp_path / "torch.py").write_text("x = 1\n")
     program = (

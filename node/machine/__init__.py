@@ -11,5 +11,5 @@ device           CUDA, MPS or CPU; threads; precision
 steady_time      a clock that is never set
 phases           how far the start of this process is
 own_packages     that protocol, swarm and node are ours
-whole_import     Ctrl-C waits until torch is imported
+whole_import     Ctrl-C while torch is imported
 """

@@ -3,7 +3,7 @@
 Read once from the wall clock; from then on it goes on with the time since boot (which counts a
 suspended machine's sleep too). When NTP or a person steps the wall clock, rounds, records and what
 peers are told stay where they were. Decides nothing about when a step is to be followed after all:
-that is `peer_clock`'s, which can ask others.
+that is `node.network.peer_clock`'s, which can ask others.
 """
 
 from __future__ import annotations

@@ -2,8 +2,8 @@
 
 An interrupt that is raised as an exception inside the start of torch's C++ library aborts the
 process. Importing torch takes seconds, so that is no rare moment. It does not wait either: nothing
-has begun yet that would have to be ended in order, but for the training process that a host starts
-ahead of need. Decides nothing else; torch is imported wherever it is needed, through this hook.
+has begun yet that would have to be ended in order, but for what was named by `before_stop`.
+Decides nothing else; torch is imported wherever it is needed, through this hook.
 """
 
 from __future__ import annotations
@@ -12,7 +12,7 @@ import os
 import signal
 import sys
 import threading
-from collections.abc import Iterator, Sequence
+from collections.abc import Callable, Iterator, Sequence
 from contextlib import contextmanager
 from importlib.abc import Loader
 from importlib.machinery import ModuleSpec, PathFinder
@@ -20,6 +20,8 @@ from types import ModuleType
 
 GUARDED = "torch"
 STOPPED = 130
+
+_before_stop: dict[Callable[[], None], None] = {}
 
 
 class _Guard:
@@ -65,11 +67,15 @@ def _stopped_at_once() -> Iterator[None]:
 
 
 def _stop() -> None:
-    spare = sys.modules.get("node.trainer.spare_process")  # a host has begun one by now
-    if spare is not None:
-        spare.leave_none()
+    for action in _before_stop:
+        action()
     print("\nstopped", file=sys.stderr, flush=True)
     os._exit(STOPPED)
+
+
+def before_stop(action: Callable[[], None]) -> None:
+    """What is to be done before the process ends inside the import. Once, however often named."""
+    _before_stop[action] = None
 
 
 def guard_torch() -> None:

@@ -22,6 +22,7 @@ from typing import Any
 import msgpack
 
 from node.console.terminal import no_interrupts
+from node.machine.whole_import import before_stop
 
 Started = tuple[BaseProcess, Connection]
 
@@ -76,6 +77,7 @@ def _drop(started: Started) -> None:
 
 
 def _start() -> Started:
+    before_stop(leave_none)
     context = multiprocessing.get_context("spawn")
     ours, theirs = context.Pipe()
     process = context.Process(target=_wait_for_order, args=(theirs,), daemon=True)
