@@ -78,8 +78,9 @@ def random_parts(size_bytes: int) -> Iterator[memoryview]:
 
 async def serve(folder: Path) -> None:
     from node.network.daemon import Daemon, DaemonSettings
+    from node.network.p2pd_stream import P2pdStream
     from node.network.service import Reply, Service
-    from node.network.transport import Caller, P2pdStream
+    from node.network.transport import Caller
     from protocol.identity import load_or_create
     from protocol.ledger import Ledger
 

@@ -70,6 +70,26 @@ def test_a_folder_says_what_is_in_it(folder: Path) -> None:
     assert set(said) == here(folder) - {"cli"}
 
 
+def is_module(name: str, folder: Path) -> bool:
+    """Whether a docstring in this folder may call one so: beside it, or from the top."""
+    parts = name.removesuffix(".py").split(".")
+    places = (folder.joinpath(*parts), ROOT.joinpath(*parts))
+    return any(place.is_dir() or place.with_suffix(".py").exists() for place in places)
+
+
+def test_a_docstring_says_whose_the_rest_is() -> None:
+    """The modules that it names as owners are there: one that moves takes its name along."""
+    named = [
+        (path, name)
+        for package in PACKAGES
+        for path in sorted((ROOT / package).rglob("*.py"))
+        for name in re.findall(r"`([\w.]+)`'", ast.get_docstring(ast.parse(path.read_text())) or "")
+    ]
+    assert len(named) > 50
+    gone = [(path, name) for path, name in named if not is_module(name, path.parent)]
+    assert not gone
+
+
 def upward(package: str, order: list[str]) -> Iterator[str]:
     """Imports of a folder that is named below the importing one."""
     for place, folder in enumerate(order):

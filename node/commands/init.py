@@ -1,4 +1,4 @@
-"""Commands for who starts a swarm: `init` writes the run file.
+"""The command `init`: it writes the run file of a new swarm.
 
 Decides what is said about a new run's cost. The presets and the file's words are
 `swarm.run_template`'s; what a run file may say is decided in `swarm.runfile`.

@@ -1,8 +1,8 @@
 """Commands that take part in a swarm: seed, join.
 
-Decides what can be typed and what it means; what happens then is `taking_part`'s, for several
-workers `fleet`'s. Imports of torch and hivemind happen inside the commands: `blockswarm --help`
-answers at once.
+Decides what can be typed and what it means; what happens then is `node.host.taking_part`'s, for
+several workers `node.host.fleet`'s. Imports of torch and hivemind happen inside the commands:
+`blockswarm --help` answers at once.
 """
 
 from __future__ import annotations

@@ -2,8 +2,7 @@
 
 Decides the order of the checks, that one which hangs or fails in an unforeseen way is a failed
 check and not the end of the others, and what the list says as a whole. What a check looks at is in
-`doctor_machine.py` and `doctor_network.py`. Imports neither torch nor hivemind: both may be what
-is broken.
+`machine` and `network`. Imports neither torch nor hivemind: both may be what is broken.
 """
 
 from __future__ import annotations

@@ -23,7 +23,7 @@ AHEAD = 64  # pieces that wait for a slow reader; then the outputs wait
 
 @dataclass(frozen=True)
 class Plan:
-    """How outputs are written. `draft_length` as in `sweep_output.Order`."""
+    """How outputs are written. `draft_length` as in `node.serving.output.Order`."""
 
     mode: str = "one-sweep"
     drafts: int = 8

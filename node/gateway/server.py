@@ -1,9 +1,9 @@
 """An HTTP gateway in front of a swarm that serves, in the form of OpenAI's completions.
 
 Decides who may ask, how many at once and how long, how answers and errors look in HTTP, and what
-becomes of open answers when it stops. What may be asked is `gateway_request`'s, how outputs are
-written `gateway_outputs`'s. Every client is a stranger: connections, headers, bodies, waiting and
-writing are bounded.
+becomes of open answers when it stops. What may be asked is `request`'s, how outputs are written
+`outputs`'s. Every client is a stranger: connections, headers, bodies, waiting and writing are
+bounded.
 """
 
 from __future__ import annotations

@@ -264,7 +264,7 @@ class BlockWork:
         """Train on, exchange nothing; or exchange again."""
         self.replica.muted = self.copies.muted = muted
 
-    # What the replica says: see `replica.Listener`.
+    # What the replica says: see `node.replica.replica.Listener`.
 
     def round_began(self, number: int) -> None:
         self.premises.round_began(number)

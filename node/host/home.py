@@ -2,7 +2,7 @@
 
 Decides where a run's state lies by default, which of several folders a second host of the machine
 takes, that a restarted host keeps its port, and what is remembered of how it was joined. The
-training state is `host_state`'s, the key `protocol.identity`'s. Reads no network.
+training state is `state`'s, the key `protocol.identity`'s. Reads no network.
 """
 
 from __future__ import annotations

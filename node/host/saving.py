@@ -1,8 +1,8 @@
 """When a host's state is written, and what happens if it cannot be.
 
-Decides that it is saved after every round (kill -9 loses at most the running one) unless that
-takes more than a quarter of the time, and that a full disk or a folder of somebody else's is said
-once and stops nobody. The files are `host_state`'s, the moment is `replica`'s.
+Decides that it is saved after every round (kill -9 loses at most the running one) unless that takes
+more than a quarter of the time, and that a full disk or a folder of somebody else's is said once
+and stops nobody. The files are `state`'s, the moment is `node.replica.replica`'s.
 """
 
 from __future__ import annotations

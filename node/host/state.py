@@ -1,9 +1,9 @@
 """What a host keeps on disk: its block's consensus with the log behind it, and the trainer's state.
 
-Decides what a resumed host needs, and that it is there whole or not at all: files are written
-under new names, then one small file that names them takes the place of the old one. All of them
-are of one moment (`running_weights.Moment`), so that nothing is counted twice or undone after a
-resume: the updates in flight are among them. What is read back is checked like a stranger's: the
+Decides what a resumed host needs, and that it is there whole or not at all: files are written under
+new names, then one small file that names them takes the place of the old one. All of them are of
+one moment (`node.replica.running_weights.Moment`), so that nothing is counted twice or undone after
+a resume: the updates in flight are among them. What is read back is checked like a stranger's: the
 log is replayed from its snapshot to its head.
 """
 

@@ -1,8 +1,8 @@
 """The training of a host's block: its process, started again when it died, and its steps.
 
 Decides which steps of the schedule a round may do, and that a lost process comes back with the
-consensus, its copies and its pause. What the process does is `trainer_process`'s, what is done to
-its weights `running_weights`'.
+consensus, its copies and its pause. What the process does is `node.trainer.process`'s, what is done
+to its weights `node.replica.running_weights`'.
 """
 
 from __future__ import annotations

@@ -1,4 +1,4 @@
-"""Peers and how to reach them. Knows no blocks and no rounds.
+"""Peers and how to reach them. Decides nothing about training or about what a round exchanges.
 
 addresses         multiaddresses: typed, listened on, announced, dialled
 invitation        a run from nothing but an address

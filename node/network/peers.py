@@ -1,7 +1,7 @@
 """The live network as those see it who only ask: peers by their text, an answer or a `WireError`.
 
-What fetching a log, following it and assembling need (`fetch.Peers`), so that they can be tested
-without a network. Decides that such peers are asked again soon: their streams are kept.
+What fetching a log, following it and assembling need (`node.log.fetch.Peers`), so that they can be
+tested without a network. Decides that such peers are asked again soon: their streams are kept.
 """
 
 from __future__ import annotations
@@ -16,7 +16,7 @@ R = TypeVar("R", bound=Message)
 
 
 class NetworkPeers:
-    """`fetch.Peers` over the live network: peers by their text."""
+    """`node.log.fetch.Peers` over the live network: peers by their text."""
 
     def __init__(self, network: Network) -> None:
         self.network = network

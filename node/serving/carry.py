@@ -30,7 +30,7 @@ BUSY_SHARE = 0.8  # of the time left, for a next host that is busy: the client m
 
 
 class CarriedJob(Protocol):
-    """What is carried: see `sweep_queue.Job`."""
+    """What is carried: see `queue.Job`."""
 
     sweep: Sweep
     end_s: float

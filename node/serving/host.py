@@ -2,7 +2,7 @@
 
 Blocks come from a model folder, or from a run whose log it follows. Decides what the run of a
 folder is called, when a newer version is fetched, and how often the host announces itself. What
-serving is stands in `serving.py`; how a host that trains serves, in `serve_trained.py`.
+serving is stands in `server`; how a host that trains serves, in `trained`.
 """
 
 from __future__ import annotations

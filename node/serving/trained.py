@@ -2,7 +2,7 @@
 
 Decides that a version has its name at once and is built when somebody asks for it (several of them,
 as modules, would be as large as the block's training), beside the loop. What serving is, and which
-runs cannot be served, stands in `serving.py`; what a consensus is, in `replica.py`.
+runs cannot be served, stands in `server`; what a consensus is, in `node.replica.replica`.
 """
 
 from __future__ import annotations

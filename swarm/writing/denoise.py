@@ -1,7 +1,7 @@
 """Writing with `--mode denoise`: all bytes of an output at once, from noise, in one traversal.
 
 Decides how a sweep goes from block to block and how bytes are chosen in the end. What a block makes
-of its z is `joint_denoising`'s. Knows nothing of hosts or files.
+of its z is `swarm.learning.joint_denoising`'s. Knows nothing of hosts or files.
 """
 
 from __future__ import annotations
