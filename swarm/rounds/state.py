@@ -166,7 +166,8 @@ def kept_for_later(waiting: tuple[act.Event, ...], event: act.Event) -> tuple[ac
     """What waits to be heard, with one more event: bounded, and fair.
 
     Of each peer the newest of a kind, so that one who talks much leaves room for the others. Of its
-    votes the first two that differ: they are what shows that it is two-faced.
+    votes the first two that differ: they are what shows that it is two-faced. Identities are free:
+    that only a few of them are heard at all is the caller's business.
     """
     of_it = tuple(e for e in waiting if _said_by(e) == _said_by(event))
     others = tuple(e for e in waiting if _said_by(e) != _said_by(event))
