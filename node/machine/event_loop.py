@@ -18,6 +18,7 @@ T = TypeVar("T")
 def run_loop(work: Coroutine[Any, Any, T]) -> T:
     """Run on uvloop where it exists. SIGTERM ends it like Ctrl-C: what it began is cleaned up."""
     factory, asked = None, False
+    usual = signal.getsignal(signal.SIGTERM)
 
     async def until_asked() -> T:
         task = asyncio.current_task()
@@ -45,3 +46,7 @@ def run_loop(work: Coroutine[Any, Any, T]) -> T:
             if asked:
                 raise KeyboardInterrupt from None
             raise
+        finally:
+            # A loop that is closed would leave its handler behind, and nobody would be stopped.
+            with contextlib.suppress(ValueError, TypeError):
+                signal.signal(signal.SIGTERM, usual)
