@@ -10,6 +10,7 @@ import errno
 import os
 import sys
 from contextlib import suppress
+from typing import Any
 
 import click
 
@@ -34,6 +35,8 @@ from protocol.version import PACKAGE_VERSION, PROTOCOL_MAJOR, PROTOCOL_MINOR
 
 # What a full disk, a lost terminal or a stream that is not open for writing says.
 UNWRITABLE = (errno.ENOSPC, errno.EDQUOT, errno.EFBIG, errno.EIO, errno.EBADF)
+
+READER_LEFT = 141  # as a shell says it of SIGPIPE
 
 HELP = """Train one model in blocks, each block alone on a local denoising objective.
 
@@ -63,7 +66,21 @@ Bring your own text with --data FILE-OR-FOLDER. Every command explains its optio
 """
 
 
+class Commands(click.Group):
+    """click itself would end with 1, as for a failure, when the reader of a pipe has left."""
+
+    def invoke(self, ctx: click.Context) -> Any:
+        try:
+            found = super().invoke(ctx)
+            sys.stdout.flush()
+        except BrokenPipeError:
+            _drop_output()
+            sys.exit(READER_LEFT)
+        return found
+
+
 @click.group(
+    cls=Commands,
     help=HELP,
     context_settings={"help_option_names": ["-h", "--help"]},
     invoke_without_command=True,
@@ -104,7 +121,7 @@ def main() -> None:
     _refuse_closed_output()
     try:
         cli.main(prog_name="blockswarm", standalone_mode=False)
-        sys.stdout.flush()
+        sys.stdout.flush()  # of --help, too, which is no command
     except BlockswarmError as error:
         show_error(error, _help_command())
         sys.exit(2)
@@ -122,8 +139,8 @@ def main() -> None:
         print("stopped", file=sys.stderr)
         sys.exit(130)
     except BrokenPipeError:
-        _drop_output()  # its reader has left
-        sys.exit(141)
+        _drop_output()
+        sys.exit(READER_LEFT)
     except OSError as error:
         if error.errno not in UNWRITABLE or not _output_fails():
             raise

@@ -132,8 +132,8 @@ class Training:
         _within("short_rounds", self.short_rounds, 0, 10**6)
         _within("batch", self.batch, 1, 1 << 16)
         _within("warmup_steps", self.warmup_steps, 0, 10**9)
-        for name in ("learning_rate", "clip_norm"):
-            _finite(name, getattr(self, name), low=0.0)
+        _finite("learning_rate", self.learning_rate, low=0.0, high=10.0)
+        _finite("clip_norm", self.clip_norm, low=0.0)
         _finite("weight_decay", self.weight_decay, low=-1e-12, high=1.0)
         _finite("look_ahead_weight", self.look_ahead_weight, low=-1e-12, high=1e3)
         _finite("final_learning_rate", self.final_learning_rate, low=-1e-12, high=1.0)
@@ -257,6 +257,7 @@ def _within(name: str, value: int, low: int, high: int) -> None:
 def _finite(name: str, value: float, low: float = -math.inf, high: float = math.inf) -> None:
     if not (math.isfinite(value) and low < value <= high):
         wanted = "a finite number" + (" above 0" if low == 0.0 else "")
+        wanted += f", at most {high:g}" if math.isfinite(high) else ""
         raise UsageError(f"{name} is {value}; it must be {wanted}")
 
 

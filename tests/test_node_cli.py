@@ -184,7 +184,7 @@ def test_any_byte_goes_into_a_pipe_and_a_closed_pipe_is_no_crash(model: Path) ->
         assert len(process.stdout.read(300)) == 300
         process.stdout.close()
         assert process.stderr.read() == b""
-        assert process.wait(60) != 0
+        assert process.wait(60) == 141
 
 
 def test_what_fails_before_the_first_byte_writes_nothing(cli: Cli, model: Path) -> None:

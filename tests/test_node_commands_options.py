@@ -45,6 +45,15 @@ def test_numbers_are_finite(cli: Cli, command: tuple[str, ...], number: str) -> 
     cli(*command, number).refuses(command[-1], f"blockswarm {command[0]} --help")
 
 
+@pytest.mark.parametrize(
+    "command",
+    [("train", "-o", ""), ("eval", ""), ("seed", "run.toml", "--folder", ""), ("init", "")],
+)
+def test_an_empty_name_is_no_folder(cli: Cli, command: tuple[str, ...]) -> None:
+    """As of a variable of the shell that is not set: it would be the current folder."""
+    cli(*command).refuses("The name is empty", f"blockswarm {command[0]} --help")
+
+
 def test_bounds_hold_as_before() -> None:
     at_most = FiniteRange(0.0, 3.0, min_open=True)
     assert at_most.convert("1.5", None, None) == 1.5

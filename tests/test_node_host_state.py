@@ -14,7 +14,7 @@ import pytest
 from chains import CODEC, EVERY, RUN, Chain, identity
 
 from node.host.state import CURRENT, DamagedState, StateError, StateFolder
-from node.machine.atomic import StorageError
+from node.machine.atomic import HALF, StorageError
 from node.replica.own_updates import OwnUpdate, OwnUpdates
 from node.replica.running_weights import Moment
 from protocol.errors import WireError
@@ -89,7 +89,8 @@ def test_what_a_kill_left_half_is_removed_and_the_last_whole_state_serves(
 ) -> None:
     moment = save(folder, chain)
     kept = set(folder.folder.iterdir())
-    for name in ("trainer-ff.safetensors", ".trainer-ff.safetensors.77.tmp", "log-aa.msgpack"):
+    half = f".trainer-ff.safetensors.77{HALF}"
+    for name in ("trainer-ff.safetensors", half, "log-aa.msgpack"):
         (folder.folder / name).write_bytes(b"half")
     saved = folder.load(RUN)
     assert saved is not None and saved.entries[-1] == moment.log.head

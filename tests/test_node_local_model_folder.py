@@ -4,6 +4,8 @@ from __future__ import annotations
 
 import json
 import os
+import subprocess
+import sys
 from collections.abc import Callable
 from pathlib import Path
 from typing import Any
@@ -111,6 +113,24 @@ def test_both_files_have_the_rights_of_any_new_file(tmp_path: Path, mask: int, m
         os.umask(before)
     modes = {path.name: path.stat().st_mode & 0o777 for path in tmp_path.iterdir()}
     assert modes == {"model.safetensors": mode, "manifest.json": mode}
+
+
+def test_loading_one_brings_no_compiler_along(folder: Path) -> None:
+    """A module on torch's device `meta` would: sympy with it, seconds of every command."""
+    code = (
+        "import sys, torch; from pathlib import Path\n"
+        "from node.local.model_folder import load_model\n"
+        f"load_model(Path({str(folder)!r}), torch.device('cpu'))\n"
+        "sys.exit('sympy' in sys.modules)"
+    )
+    assert subprocess.run([sys.executable, "-c", code], check=False).returncode == 0
+
+
+def test_a_file_is_no_model_folder(tmp_path: Path) -> None:
+    (tmp_path / "notes.txt").touch()
+    with pytest.raises(ModelError, match="not a model folder, it is a file") as told:
+        load_model(tmp_path / "notes.txt", CPU)
+    assert "train -o" in told.value.hint and "notes.txt" not in told.value.hint
 
 
 NAME = "block.2.layers.0.up.weight"

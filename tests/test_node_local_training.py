@@ -18,7 +18,7 @@ import node.local.training
 import node.machine.tensor_file
 from node.console.progress import Progress
 from node.data.corpus import Corpus, load_corpus
-from node.local.model_folder import load_model, read_manifest
+from node.local.model_folder import has_model, load_model, read_manifest
 from node.local.training import CHECKPOINT, LocalTraining, cut_off_run
 from node.machine.atomic import StorageError
 from protocol.errors import LeakError, ModelError, UsageError
@@ -261,3 +261,22 @@ def test_a_loss_that_is_no_number_ends_the_run(corpus: Corpus, tmp_path: Path) -
     with pytest.raises(UsageError, match="block 1 diverged") as caught:
         training.train(lambda _: None, lambda: False)
     assert "--learning-rate 0.00067" in caught.value.hint
+
+
+def test_nor_is_a_model_that_the_last_step_spoilt_written(
+    corpus: Corpus, tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    """Its loss, which is measured before the step, was a number."""
+    honest = LocalSwarm.step
+
+    def step(swarm: LocalSwarm, x: torch.Tensor, y: torch.Tensor) -> Any:
+        losses = honest(swarm, x, y)
+        if swarm.steps_done == RUN.training.steps:
+            with torch.no_grad():
+                swarm.workers[1].block.head.bias[0] = torch.inf
+        return losses
+
+    monkeypatch.setattr(LocalSwarm, "step", step)
+    with pytest.raises(UsageError, match="block 1 diverged: its CE after the last step is nan"):
+        train(RUN, corpus, tmp_path / "m")
+    assert not has_model(tmp_path / "m")

@@ -54,8 +54,11 @@ write_atomically(Path({str(path)!r}), write)
     assert done.returncode == -signal.SIGKILL
     assert path.read_text() == "old"
     assert len(os.listdir(tmp_path)) == 2
+    others = {".somebody.tmp", ".file.12.tmp", "notes.tmp"}
+    for name in others:
+        (tmp_path / name).touch()
     with hold_folder(tmp_path):
-        assert os.listdir(tmp_path) == ["file"]
+        assert set(os.listdir(tmp_path)) == {"file", *others}
 
 
 def test_full_disk_is_named_and_keeps_the_old_file(tmp_path: Path) -> None:

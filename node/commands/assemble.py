@@ -18,7 +18,7 @@ from typing import TYPE_CHECKING, Any, TypeVar
 import click
 
 from node.commands.light import short_peer
-from node.commands.options import check_addresses
+from node.commands.options import Place, check_addresses
 from node.console.results import Facts, print_evaluation, print_json
 from node.console.terminal import DownloadDisplay, say
 from node.machine.event_loop import run_loop
@@ -35,9 +35,7 @@ JSON_HELP = "One JSON object on stdout; with --watch one in every line."
 
 @click.command(short_help="Put the blocks of a run together into one model.")
 @click.argument("address", nargs=-1, required=True)
-@click.option(
-    "-o", "--out", type=click.Path(path_type=Path), required=True, help="Model folder to write."
-)
+@click.option("-o", "--out", type=Place(), required=True, help="Model folder to write.")
 @click.option("--watch", is_flag=True, help="Go on every round; keep the best by held-out CE.")
 @click.option("--fit", is_flag=True, help="Fit the blocks' weights on held-out bytes.")
 @click.option(
@@ -156,7 +154,7 @@ def print_assembly(facts: Facts) -> None:
 @click.argument("address", nargs=-1)
 @click.option(
     "--folder",
-    type=click.Path(path_type=Path),
+    type=Place(),
     help="Without ADDRESS: of the run of this host's folder (default: the one used last).",
 )
 @click.option(

@@ -7,6 +7,7 @@ from typing import TYPE_CHECKING, Any
 
 import click
 
+from node.commands.options import Place
 from node.console.results import print_json
 from node.console.terminal import say
 
@@ -18,7 +19,7 @@ if TYPE_CHECKING:
 @click.option(
     "-o",
     "--out",
-    type=click.Path(path_type=Path),
+    type=Place(),
     default=Path("runs/demo"),
     show_default=True,
     help="Folder for the hosts, the model and the report; what is there is replaced.",

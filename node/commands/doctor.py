@@ -10,6 +10,7 @@ from pathlib import Path
 
 import click
 
+from node.commands.options import Place
 from node.console.results import print_json
 from node.doctor.examine import Check, Plan, examine, facts, well
 from node.machine.event_loop import run_loop
@@ -26,9 +27,7 @@ MARKS = {"ok": "ok  ", "warning": "WARN", "failed": "FAIL", "skipped": "-   "}
     help="The TCP port that your host has, or will have (default: any free one).",
 )
 @click.option("--listen", multiple=True, metavar="IP", help="IP to listen on (default: all).")
-@click.option(
-    "--folder", type=click.Path(path_type=Path), help="Where the host's state is, or will be."
-)
+@click.option("--folder", type=Place(), help="Where the host's state is, or will be.")
 @click.option("--json", "as_json", is_flag=True, help="One JSON object on stdout.")
 def doctor(
     address: tuple[str, ...],

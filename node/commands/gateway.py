@@ -18,7 +18,7 @@ from typing import TYPE_CHECKING, Any
 
 import click
 
-from node.commands.options import FiniteRange, check_addresses
+from node.commands.options import FiniteRange, Place, check_addresses
 from node.console.results import Facts, print_json
 from node.console.terminal import say
 from node.machine.event_loop import run_loop
@@ -44,7 +44,7 @@ MODES = ("one-sweep", "exact", "autoregressive")
 )
 @click.option(
     "--api-key-file",
-    type=click.Path(path_type=Path),
+    type=Place(),
     help=f"File with the key that clients must send (or set {KEY_VARIABLE}).",
 )
 @click.option(

@@ -12,6 +12,7 @@ from typing import TYPE_CHECKING
 
 import click
 
+from node.commands.options import Place
 from protocol.errors import UsageError
 from swarm.run_template import PRESETS, emit, preset
 
@@ -20,7 +21,7 @@ if TYPE_CHECKING:
 
 
 @click.command(short_help="Write a run file to start a swarm with.")
-@click.argument("path", type=click.Path(path_type=Path, dir_okay=False), default="run.toml")
+@click.argument("path", type=Place(dir_okay=False), default="run.toml")
 @click.option(
     "--preset",
     "preset_name",

@@ -18,6 +18,18 @@ from node.network.addresses import AddressError, listening_on, split_peer
 LARGEST = 1e12  # more is a slip of the finger, and in bytes it is still a finite number
 
 
+class Place(click.Path):
+    """A file or folder. An empty name, as of an unset variable, is not the current folder."""
+
+    def __init__(self, **settings: Any) -> None:
+        super().__init__(path_type=Path, **settings)
+
+    def convert(self, value: Any, param: click.Parameter | None, ctx: click.Context | None) -> Any:
+        if value == "":
+            self.fail("The name is empty; the current folder is `.`.", param, ctx)
+        return super().convert(value, param, ctx)
+
+
 class FiniteRange(click.FloatRange):
     """A range of numbers that leaves out infinity and "not a number", which no bound refuses."""
 

@@ -14,6 +14,7 @@ from typing import TYPE_CHECKING, Any
 
 import click
 
+from node.commands.options import Place
 from node.console.results import print_json
 from node.console.terminal import say
 from node.host.home import make
@@ -31,13 +32,11 @@ MAX_ENTRIES = 100_000
 
 
 @click.command(short_help="What event logs say: GB per nat, CE, participation.")
-@click.argument(
-    "folders", nargs=-1, required=True, metavar="FOLDER...", type=click.Path(path_type=Path)
-)
+@click.argument("folders", nargs=-1, required=True, metavar="FOLDER...", type=Place())
 @click.option(
     "-o",
     "--out",
-    type=click.Path(path_type=Path),
+    type=Place(),
     default=Path("report.html"),
     show_default=True,
     help="The page: one file, with its plots.",
@@ -46,13 +45,13 @@ MAX_ENTRIES = 100_000
 @click.option(
     "--csv",
     "csv_file",
-    type=click.Path(path_type=Path),
+    type=Place(),
     help="File with a row for every round of every host.",
 )
 @click.option(
     "--png",
     "png_folder",
-    type=click.Path(path_type=Path),
+    type=Place(),
     help='Folder for the plots as files; needs matplotlib: pip install "blockswarm[bench]".',
 )
 def report(

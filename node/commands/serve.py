@@ -10,12 +10,11 @@ import contextlib
 import os
 import signal
 from collections.abc import Iterable, Mapping
-from pathlib import Path
 from typing import TYPE_CHECKING, Any, TypeVar
 
 import click
 
-from node.commands.options import check_addresses, check_own_addresses
+from node.commands.options import Place, check_addresses, check_own_addresses
 from node.console.results import Facts, print_json
 from node.console.terminal import ByteWriter, say
 from node.host import home as homes
@@ -71,9 +70,9 @@ def is_address(text: str) -> bool:
 
 @click.command(short_help="Serve blocks of a run or of a model folder, without training.")
 @click.argument("address", nargs=-1)
-@click.option("--model", type=click.Path(path_type=Path), help="Serve from this model folder.")
+@click.option("--model", type=Place(), help="Serve from this model folder.")
 @click.option("--block", type=int, multiple=True, help="Which block (repeatable; default: all).")
-@click.option("--folder", type=click.Path(path_type=Path), help="Where its identity is kept.")
+@click.option("--folder", type=Place(), help="Where its identity is kept.")
 @click.option(
     "--port", type=click.IntRange(0, 65535), default=0, help="TCP port (default: any free one)."
 )

@@ -14,6 +14,7 @@ import click
 
 from node.commands.options import (
     FiniteRange,
+    Place,
     check_addresses,
     check_own_addresses,
     meant_as_address,
@@ -110,7 +111,7 @@ def _host_options(command: C) -> C:
 @click.argument("run", nargs=-1, metavar="[RUN]")
 @click.option(
     "--folder",
-    type=click.Path(path_type=Path),
+    type=Place(),
     help=f"Where its state is kept (default: {STATE}/seed-NAME).",
 )
 @click.option("--no-train", is_flag=True, help="Hold no block: only let others find the run.")
@@ -199,7 +200,7 @@ def _seed_source(run: tuple[str, ...], folder: Path | None) -> tuple[bytes, Path
 @click.argument("address", nargs=-1, required=True)
 @click.option(
     "--folder",
-    type=click.Path(path_type=Path),
+    type=Place(),
     help=f"Where its state is kept (default: {STATE}/ID, ID of the run).",
 )
 @click.option(

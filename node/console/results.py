@@ -29,7 +29,7 @@ def plan_line(run: Run, corpus: Corpus, device: str, steps_done: int) -> str:
         f"{shape.blocks} x {shape.layers} layers, width {shape.width}, "
         f"{shape.coupling}, {training.objective}, "
         f"sigma {run.noise.sigma_min:g} to {run.noise.sigma_max:g}; "
-        f"{seen_mb:.1f} MB of {corpus.name} for each block, on {device}{resumed}"
+        f"{seen_mb:.3g} MB of {corpus.name} for each block, on {device}{resumed}"
     )
 
 

@@ -23,7 +23,7 @@ from safetensors.numpy import load_file, save_file
 
 from node.log.consensus import Consensus
 from node.log.fetch import Quanta
-from node.machine.atomic import write_atomically
+from node.machine.atomic import HALF, write_atomically
 from node.replica.own_updates import OwnUpdate
 from node.replica.running_weights import Moment
 from protocol.errors import BlockswarmError
@@ -185,7 +185,7 @@ class StateFolder:
     def _remove_others(self, kept: Iterable[str]) -> None:
         kept = {*kept, *self._writing}
         for name in ("trainer-", "log-", "snapshot-"):
-            for path in (*self.folder.glob(f"{name}*"), *self.folder.glob(f".{name}*.tmp")):
+            for path in (*self.folder.glob(f"{name}*"), *self.folder.glob(f".{name}*{HALF}")):
                 of = path.name.removeprefix(".")
                 if not any(of == known or of.startswith(f"{known}.") for known in kept):
                     with suppress(OSError):

@@ -13,6 +13,7 @@ from __future__ import annotations
 import hashlib
 import json
 import math
+import shlex
 from collections.abc import Mapping
 from pathlib import Path
 from typing import Any, get_args
@@ -25,6 +26,7 @@ from torch import Tensor
 from node.machine.atomic import write_together
 from protocol.errors import ModelError, UsageError
 from protocol.version import PACKAGE_VERSION
+from swarm.cost import block_parameters
 from swarm.learning.composition import ComposedModel
 from swarm.learning.model import Block, block_of
 from swarm.learning.noise import Interval, block_interval
@@ -33,6 +35,7 @@ from swarm.run import Composition, Run
 FORMAT = "blockswarm-model"
 FORMAT_VERSION = 1
 MAX_MANIFEST_BYTES = 1 << 20
+SMALL = 1 << 20  # numbers: so many are allocated for any file, to say what is wrong with it
 MANIFEST, WEIGHTS = "manifest.json", "model.safetensors"
 
 
@@ -161,11 +164,17 @@ def read_manifest(folder: Path) -> dict[str, Any]:
     except (FileNotFoundError, NotADirectoryError) as error:
         if not folder.exists():
             raise ModelError(
-                f"no such folder: {folder}", f"blockswarm train -o {folder} makes a model there"
+                f"no such folder: {folder}",
+                f"blockswarm train -o {shlex.quote(str(folder))} makes a model there",
+            ) from error
+        if not folder.is_dir():
+            raise ModelError(
+                f"{folder} is not a model folder, it is a file",
+                "give the folder that `blockswarm train -o` or `assemble -o` wrote",
             ) from error
         raise ModelError(
             f"{folder} is not a model folder: it has no {MANIFEST}",
-            f"blockswarm train -o {folder} makes one",
+            f"blockswarm train -o {shlex.quote(str(folder))} makes one",
         ) from error
     except OSError as error:
         raise ModelError(f"{path} cannot be read: {error.strerror}", _HINT) from error
@@ -244,24 +253,30 @@ def _load_block(
             f"block {index} is missing from {folder / WEIGHTS}",
             f"{_HINT}; or leave it out with --without {index}",
         )
-    _check_tensors(run, index, state)
+    block = _block_for(run, index, state)
+    _check_tensors(index, state, block.state_dict())
     if weights_digest(state) != digest:
         raise ModelError(
             f"block {index} was altered: its digest is not the manifest's",
             f"{_HINT}; or leave it out with --without {index}",
         )
-    block = block_of(run, index)
     block.load_state_dict(state)
     return block
 
 
-def _check_tensors(run: Run, index: int, state: Mapping[str, Tensor]) -> None:
-    """Names, shapes, dtypes and values, before anything is allocated for them.
+def _block_for(run: Run, index: int, state: Mapping[str, Tensor]) -> Block:
+    """The block that the manifest describes. It can ask for any size: only for one that the file
+    may hold is anything allocated."""
+    wanted, there = block_parameters(run)[index], sum(value.numel() for value in state.values())
+    if wanted > max(SMALL, 4 * there):
+        raise ModelError(
+            f"block {index} has {there} numbers, the manifest's model needs {wanted}", _HINT
+        )
+    return block_of(run, index)
 
-    The wanted shapes come from a block without storage: a manifest can ask for any size.
-    """
-    with torch.device("meta"):
-        wanted = block_of(run, index).state_dict()
+
+def _check_tensors(index: int, state: Mapping[str, Tensor], wanted: Mapping[str, Tensor]) -> None:
+    """Names, shapes, dtypes and values, one by one: a person wants to know which is wrong."""
     for name, like in wanted.items():
         if name not in state:
             raise ModelError(f"block {index} lacks the tensor {name}", _HINT)

@@ -7,6 +7,7 @@ what a person sees of it is the caller's, through `Report`.
 from __future__ import annotations
 
 import math
+import shlex
 import time
 from dataclasses import dataclass
 from pathlib import Path
@@ -119,14 +120,17 @@ class LocalTraining:
         step = self.swarm.steps_done
         windows = torch.from_numpy(self.stream.batch_at(step)).long().to(self.device)
         losses = self.swarm.step(windows[:, :-1], windows[:, 1:])
-        slower = min(3e-3, self.run.training.learning_rate / 3)
         for block, loss in enumerate(losses):
             if not math.isfinite(loss.own_nats):
-                raise UsageError(
-                    f"block {block} diverged: its loss at step {step} is {loss.own_nats}",
-                    f"--learning-rate {slower:.2g}, in a new folder",
-                )
+                raise self._diverged(block, f"loss at step {step}", loss.own_nats)
         return losses[-1].own_nats
+
+    def _diverged(self, block: int, what: str, value: float) -> UsageError:
+        slower = min(3e-3, self.run.training.learning_rate / 3)
+        return UsageError(
+            f"block {block} diverged: its {what} is {value}",
+            f"--learning-rate {slower:.2g}, in a new folder",
+        )
 
     def _glance(self) -> float | None:
         """Ten times in a run: the CE so far, and sigmas that follow the measured leak."""
@@ -149,6 +153,9 @@ class LocalTraining:
         fit = torch.cat(self._held_out("valid", FIT_BYTES)).to(self.device)
         model = fit_composition(self._model(), fit[:, :-1], fit[:, 1:], SPARE_NATS)
         after = self._evaluate("test", before.size_bytes, model)
+        for block, ce in enumerate(after.block_ce_nats):  # the last step's loss was before its step
+            if ce is not None and not math.isfinite(ce):
+                raise self._diverged(block, "CE after the last step", ce)
         newest = self.swarm.versions.newest + 1
         staggered = self.run.model.relays and self.run.training.staggered
         versions = composed_versions(self.run.model.blocks, newest, staggered)
@@ -280,10 +287,11 @@ def _read_checkpoint(folder: Path) -> tuple[dict[str, Any], dict[str, torch.Tens
     except FileNotFoundError as error:
         if (folder / MANIFEST).exists():
             raise UsageError(
-                f"the run in {folder} has ended", f"blockswarm eval {folder}"
+                f"the run in {folder} has ended", f"blockswarm eval {shlex.quote(str(folder))}"
             ) from error
         raise UsageError(
-            f"there is nothing to resume in {folder}", f"blockswarm train -o {folder} starts a run"
+            f"there is nothing to resume in {folder}",
+            f"blockswarm train -o {shlex.quote(str(folder))} starts a run",
         ) from error
     except DamagedFile as error:
         raise _damaged(path, error) from error

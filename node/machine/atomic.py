@@ -20,6 +20,9 @@ from protocol.errors import BlockswarmError
 
 Write = Callable[[Path], None]
 
+HALF = ".blockswarm.tmp"
+"""How the name of a file ends that is not whole yet: what others leave in a folder is not ours."""
+
 
 class StorageError(BlockswarmError):
     """A file could not be written: a full disk, a folder of somebody else's, one in use."""
@@ -77,7 +80,7 @@ def hold_folder(folder: Path) -> Iterator[None]:
             ) from error
         except OSError:
             pass  # a file system without locks: nobody can hold it, and nobody is kept out
-        for left in folder.glob(".*.tmp"):
+        for left in folder.glob(f".*{HALF}"):
             _remove_quietly(left)
         yield
     finally:
@@ -108,7 +111,7 @@ def _storage_error(path: Path, reason: str, number: int | None) -> StorageError:
 
 
 def _half(path: Path) -> Path:
-    return path.with_name(f".{path.name}.{os.getpid()}.tmp")
+    return path.with_name(f".{path.name}.{os.getpid()}{HALF}")
 
 
 def _remove_quietly(path: Path) -> None:

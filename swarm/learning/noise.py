@@ -127,7 +127,7 @@ def adapt_interval(
 
 
 def _smallest_that_passes(passes: Callable[[float], bool], low: float) -> float:
-    high = low
+    high = max(low, 1e-3)  # below that everything leaks
     while not passes(high) and high < 1e6:
         high *= 2.0
     for _ in range(12):
