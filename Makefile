@@ -5,6 +5,7 @@ PYTHON ?= $(shell for p in python3.11 python3 python; do \
 VENV   := .venv
 BIN    := $(VENV)/bin
 STAMP  := $(VENV)/.installed
+INSTALL := $(BIN)/python -m pip install --quiet --disable-pip-version-check -c constraints.txt
 # Test files that run side by side. Live swarms keep two cores busy with one or two of them.
 WORKERS ?= 2
 
@@ -16,7 +17,11 @@ $(STAMP): setup.cfg pyproject.toml constraints.txt
 	  echo "  try: install Python 3.11, then make PYTHON=/path/to/python3.11 $(MAKECMDGOALS)" >&2; \
 	  exit 2; }
 	$(BIN)/python -m pip --version >/dev/null 2>&1 || $(PYTHON) -m venv --clear $(VENV)
-	$(BIN)/python -m pip install --quiet --disable-pip-version-check -c constraints.txt -e ".[host,light,bench,test]"
+	$(INSTALL) -e ".[host,bench,test]"
+	@$(INSTALL) -e ".[light]" || { \
+	  echo "note: going on without py-libp2p, and without the tests of peers --light." >&2; \
+	  echo "  A part of it is compiled: install gcc, Python's headers and libgmp's (Debian:" >&2; \
+	  echo "  gcc python3-dev libgmp-dev), then rm $(STAMP)" >&2; }
 	touch $(STAMP)
 
 demo: $(STAMP)           ## a real swarm on this machine, to an assembled model and a text it wrote

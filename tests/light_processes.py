@@ -6,13 +6,20 @@ need this one for hivemind.
 
 from __future__ import annotations
 
+import importlib.util
 import json
 import subprocess
 import sys
 from pathlib import Path
 from typing import Any
 
+import pytest
+
 from protocol.identity import Identity, peer_text
+
+needs_libp2p = pytest.mark.skipif(
+    importlib.util.find_spec("libp2p") is None, reason="the extra `light` is not installed"
+)
 
 ROOT = Path(__file__).resolve().parent.parent
 SOMEBODY = peer_text(Identity(b"s" * 32).peer_id)

@@ -16,7 +16,7 @@ import pytest
 from click.testing import CliRunner
 from hypothesis import given
 from hypothesis import strategies as st
-from light_processes import ROOT, SOMEBODY, Server
+from light_processes import ROOT, SOMEBODY, Server, needs_libp2p
 
 from node.commands.light import (
     Survey,
@@ -52,6 +52,7 @@ def command(*arguments: str) -> subprocess.CompletedProcess[str]:
     return subprocess.run(line, cwd=ROOT, capture_output=True, text=True, timeout=60, check=False)
 
 
+@needs_libp2p
 def test_the_table(server: Server) -> None:
     server.behave("mixed")
     done = command("--light", server.address)
@@ -64,6 +65,7 @@ def test_the_table(server: Server) -> None:
     assert "refused records: " in done.stdout and "2 forged" in done.stdout
 
 
+@needs_libp2p
 def test_json(server: Server) -> None:
     server.behave("honest")
     done = command("--light", server.address, "--json")
@@ -71,6 +73,7 @@ def test_json(server: Server) -> None:
     assert len(json.loads(done.stdout)["peers"]) == 4
 
 
+@needs_libp2p
 def test_an_error_is_two_lines_and_code_2(server: Server) -> None:
     server.behave("garbage")
     done = command("--light", server.address, "--timeout", "5")
@@ -79,6 +82,7 @@ def test_an_error_is_two_lines_and_code_2(server: Server) -> None:
     assert len(done.stderr.splitlines()) == 2
 
 
+@needs_libp2p
 def test_ctrl_c_is_no_traceback() -> None:
     with socket.create_server(("127.0.0.1", 0)) as listener:
         address = f"/ip4/127.0.0.1/tcp/{listener.getsockname()[1]}/p2p/{SOMEBODY}"

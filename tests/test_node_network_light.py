@@ -12,9 +12,11 @@ from contextlib import contextmanager
 from typing import Any
 
 import pytest
-from light_processes import SOMEBODY, JsonProcess, Server
+from light_processes import SOMEBODY, JsonProcess, Server, needs_libp2p
 
 from protocol.frames import content_digest
+
+pytestmark = needs_libp2p
 
 Ask = Callable[..., Any]
 
