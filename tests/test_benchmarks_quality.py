@@ -104,6 +104,14 @@ def test_what_is_fitted_on_is_not_reported() -> None:
         quality_row.Text(replace(variant(), evaluation_bytes=6000))
 
 
+def test_a_quick_table_has_one_of_each_way_to_train() -> None:
+    rows = quality.variants(quick=True)
+    assert [row.name for row in rows] and {row.name for row in rows} == set(quality.QUICK)
+    assert {row.run.model.coupling for row in rows} == {"independent", "relay", "look_ahead"}
+    assert sum(row.end_to_end for row in rows) == 1
+    assert sum(row.run.training.steps * row.run.model.blocks for row in rows) < 500
+
+
 def test_the_origin_of_a_row_names_code_and_cpu() -> None:
     assert set(harness.origin()) == {"commit", "cpu"} and all(harness.origin().values())
 
