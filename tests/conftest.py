@@ -52,6 +52,12 @@ def one_torch_thread() -> Iterator[None]:
     torch.set_num_threads(before)
 
 
+@pytest.fixture(autouse=True)
+def same_numbers_each_time() -> None:
+    """torch begins with another seed in every process: a test's random data would be others."""
+    torch.manual_seed(0)
+
+
 @pytest.fixture(scope="session")
 def tiny_run() -> MakeRun:
     """A run of tiny shapes; any field of its sections can be given by name."""

@@ -23,6 +23,7 @@ from swarm.learning.composition import (
     fit_composition,
 )
 from swarm.learning.evaluate import honest_ce
+from swarm.learning.model import Block
 from swarm.learning.noise import sigma_edges, target_table
 
 KINDS_AND_COMPOSITIONS = [
@@ -175,19 +176,48 @@ def test_default_weights(tiny_run: MakeRun) -> None:
     assert default_weights(tiny_run(coupling="look_ahead", blocks=1)) == (1.0,)
 
 
-def test_embedding_chain_by_hand(tiny_run: MakeRun, tiny_model: MakeModel) -> None:
-    """z from sigma_max down the edges; each block adds z's evidence at its own sigma."""
-    run = tiny_run(coupling="independent", sigma_min=0.5, sigma_max=4.0)
+def logits_at(
+    block: Block, x: torch.Tensor, z: torch.Tensor, sigma: float, targets: torch.Tensor
+) -> torch.Tensor:
+    """A block's answer to z of one sigma: its own and z's evidence, or Karras' denoiser
+    D = c_skip z + c_out F(c_in z, c_noise), whose data have the standard deviation 1 / 4 here."""
+    if block.z_in is None:
+        return block.logits(block.hidden(x)) + z @ targets.T / sigma**2
+    total = sigma**2 + 0.25**2
+    c_noise = torch.full((len(x),), math.log(sigma) / 4)
+    raw = block.denoised(block.hidden(x, z_scaled=z / math.sqrt(total), c_noise=c_noise))
+    denoised = 0.25**2 / total * z + sigma * 0.25 / math.sqrt(total) * raw
+    return denoised @ targets.T * math.exp(float(block.log_scale))
+
+
+@pytest.mark.parametrize("objective", ["bayes", "edm"])
+def test_embedding_chain_by_hand(tiny_run: MakeRun, tiny_model: MakeModel, objective: str) -> None:
+    """z from sigma_max down the edges; each block answers to it at its own sigma, and z keeps
+    sigma_next / sigma of its distance from the mean of that answer."""
+    run = tiny_run(objective=objective, coupling="independent", sigma_min=0.5, sigma_max=4.0)
     model = tiny_model(run, composition="embedding")
     x = windows()
     targets, edges = target_table(run.seed, 16), sigma_edges(run.noise, 3)
     z = edges[0] * torch.randn(3, 16, 16, generator=seeded(2))
     for index, block in enumerate(b for b in model.blocks if b is not None):
-        logits = block.logits(block.hidden(x)) + z @ targets.T / edges[index] ** 2
-        expected = logits.log_softmax(-1)
-        slope = (z - expected.exp() @ targets) / edges[index]
-        z = z + slope * (edges[index + 1] - edges[index])
+        expected = logits_at(block, x, z, edges[index], targets).log_softmax(-1)
+        mean = expected.exp() @ targets
+        z = mean + (z - mean) * (edges[index + 1] / edges[index])
     assert torch.allclose(model.log_probs(x, seeded(2)), expected, atol=1e-4)
+
+
+def test_the_mean_of_edm_blocks_by_hand(tiny_run: MakeRun, tiny_model: MakeModel) -> None:
+    """Each starts from noise of its own, of the highest sigma between its edges."""
+    run = tiny_run(objective="edm", coupling="independent", sigma_min=0.5, sigma_max=4.0)
+    model = tiny_model(run, weights=(1.0, 2.0, 3.0))
+    x, noise = windows(), seeded(2)
+    targets, edges = target_table(run.seed, 16), sigma_edges(run.noise, 3)
+    expected = torch.zeros(3, 16, 256)
+    for index, block in enumerate(b for b in model.blocks if b is not None):
+        z = edges[index] * torch.randn(3, 16, 16, generator=noise)
+        log_prob = logits_at(block, x, z, edges[index], targets).log_softmax(-1)
+        expected += model.weights[index] / 6 * log_prob
+    assert torch.allclose(model.log_probs(x, seeded(2)), expected.log_softmax(-1), atol=1e-4)
 
 
 # Missing blocks

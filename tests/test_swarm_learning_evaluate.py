@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import inspect
 import math
+from itertools import pairwise
 
 import numpy as np
 import pytest
@@ -13,6 +14,8 @@ from conftest import ALL_KINDS, MakeModel, MakeRun
 from protocol.errors import UsageError
 from swarm.learning.composition import ComposedModel
 from swarm.learning.evaluate import Evaluation, honest_ce, nll_sum, teacher_forced_ce
+from swarm.learning.noise import Interval, sigma_edges
+from swarm.learning.objective import DenoisingObjective
 from swarm.learning.worker import initial_block
 
 
@@ -133,3 +136,22 @@ def test_teacher_forced_ce_reads_the_relayed_state(
     honest = honest_ce(model, text).block_ce_nats
     for index in range(3):
         assert teacher_forced_ce(model, text, index) == pytest.approx(honest[index], abs=1e-5)
+
+
+def test_teacher_forced_ce_is_of_the_blocks_own_sigmas(
+    tiny_run: MakeRun, tiny_model: MakeModel
+) -> None:
+    """The lower its sigmas, the more a block reads out of its target: no other's will do."""
+    run = tiny_run(sigma_min=0.1, sigma_max=10.0, overlap=0.0)
+    model = tiny_model(run)
+    text = [windows(rows=16), windows(rows=5, seed=1)]
+    intervals = [Interval(low, high) for high, low in pairwise(sigma_edges(run.noise, 3))]
+    for index in range(3):
+        high, middle, low = found = [
+            teacher_forced_ce(
+                model, text, index, DenoisingObjective("bayes", run.noise, interval, model.targets)
+            )
+            for interval in intervals
+        ]
+        assert high - 0.5 > middle > low + 0.5
+        assert teacher_forced_ce(model, text, index) == pytest.approx(found[index], abs=1e-6)

@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import pytest
 import torch
+import torch.nn.functional as F
 from conftest import ALL_KINDS, MakeRun, sharp_block
 from hypothesis import given
 from hypothesis import strategies as st
@@ -12,6 +13,7 @@ from protocol.errors import UsageError
 from swarm.learning.model import (
     Block,
     EndToEnd,
+    Layer,
     LayerCache,
     RotaryPositions,
     SigmaModulation,
@@ -197,6 +199,39 @@ def test_sigma_modulation_starts_as_the_identity_and_then_reads_sigma() -> None:
     torch.nn.init.normal_(modulation.outer.weight, generator=seeded(0))
     low, high = modulation(torch.tensor([0.1, 0.5]))
     assert float((low - high).abs().max()) > 0.1
+
+
+@pytest.mark.parametrize("part", range(4))
+def test_each_part_of_the_modulation_has_its_own_place_in_a_layer(part: int) -> None:
+    """Scale and shift of attention's norm, then of the MLP's: one at a time, a layer by hand."""
+    torch.manual_seed(0)
+    layer = Layer(ModelShape(1, 1, 16, 2, 16), 1, RotaryPositions(16, 8)).requires_grad_(False)
+    layer.attention_norm.normal_(1.0, 0.3, generator=seeded(1))
+    layer.mlp_norm.normal_(1.0, 0.3, generator=seeded(2))
+    x, modulation = torch.randn(2, 5, 16, generator=seeded(3)), torch.zeros(2, 4, 16)
+    modulation[:, part] = torch.randn(2, 16, generator=seeded(4))
+    scale, shift, mlp_scale, mlp_shift = modulation.unsqueeze(2).unbind(1)
+    h = F.rms_norm(x, (16,), layer.attention_norm) * (1 + scale) + shift
+    q, k, v = layer.rotary(layer.qkv(h).view(2, 5, 3, 2, 8), 0)
+    later = torch.ones(5, 5).triu(1).bool()
+    attention = (q @ k.mT / 8**0.5).masked_fill(later, -torch.inf).softmax(-1)
+    between = x + layer.attention_out((attention @ v).transpose(1, 2).reshape(2, 5, 16))
+    h = F.rms_norm(between, (16,), layer.mlp_norm) * (1 + mlp_scale) + mlp_shift
+    expected = between + layer.down(layer.up(h).relu() ** 2)
+    assert torch.allclose(layer(x, modulation), expected, atol=1e-5)
+    assert float((layer(x, modulation) - layer(x)).abs().max()) > 0.1  # so that it could fail
+
+
+def test_every_layer_has_a_modulation_of_its_own(tiny_run: MakeRun) -> None:
+    run = tiny_run(objective="edm", coupling="independent", layers=2)
+    block = sharp_block(run, 0)
+    x, more = inputs(run)
+    assert block.z_in is not None and block.sigma_modulation is not None
+    expected = block.embedding(x) + block.z_in(more["z_scaled"])
+    modulation = block.sigma_modulation(more["c_noise"])
+    for layer, own in zip(block.layers, modulation.unbind(1), strict=True):
+        expected = layer(expected, own)
+    assert torch.allclose(block.hidden(x, **more), expected, atol=1e-5)
 
 
 def test_make_block_depends_on_the_generator_alone() -> None:

@@ -2,17 +2,19 @@
 
 from __future__ import annotations
 
-from typing import Any
+from copy import deepcopy
 
 import pytest
 import torch
 from conftest import ALL_KINDS, MakeRun
 
+from swarm.learning.joint_denoising import draw_rows
 from swarm.learning.model import Block
 from swarm.learning.moving_copy import frozen_copy
 from swarm.learning.noise import block_interval
 from swarm.learning.worker import (
     AHEAD_PARTS,
+    JOINT_STREAM,
     BlockWorker,
     initial_block,
     relayed_hidden,
@@ -23,8 +25,8 @@ from swarm.run import Run
 CPU = torch.device("cpu")
 
 
-def batch(seed: int = 0) -> tuple[torch.Tensor, torch.Tensor]:
-    windows = torch.randint(256, (4, 17), generator=torch.Generator().manual_seed(seed))
+def batch(seed: int = 0, rows: int = 4) -> tuple[torch.Tensor, torch.Tensor]:
+    windows = torch.randint(256, (rows, 17), generator=torch.Generator().manual_seed(seed))
     return windows[:, :-1], windows[:, 1:]
 
 
@@ -42,7 +44,8 @@ def copies(run: Run) -> list[Block]:
     for index in range(run.model.blocks):
         block = initial_block(run, index)
         if run.training.objective != "edm":
-            torch.nn.init.normal_(block.head.weight, std=0.5)
+            generator = torch.Generator().manual_seed(index)
+            torch.nn.init.normal_(block.head.weight, std=0.5, generator=generator)
         out.append(frozen_copy(block))
     return out
 
@@ -87,48 +90,93 @@ def test_no_gradient_reaches_upstream_even_if_it_could(tiny_run: MakeRun) -> Non
     assert all(p.grad is None for block in upstream for p in block.parameters())
 
 
-def own_gradient(run: Run, index: int, others: list[Block]) -> dict[str, torch.Tensor]:
-    """The gradient that a worker's step leaves on its block, before clipping could scale it."""
-    worker = BlockWorker(run, index, CPU)
+def loss_ahead(
+    run: Run,
+    copy: Block,
+    index: int,
+    rows: tuple[torch.Tensor, torch.Tensor, torch.Tensor],
+    generator: torch.Generator,
+) -> torch.Tensor:
+    """Block `index`'s own loss over all rows of (x, y, hidden): noise is drawn a part at a time,
+    but every row counts the same."""
+    objective = BlockWorker(run, index, CPU).objective
+    parts = zip(*(whole.chunk(AHEAD_PARTS) for whole in rows), strict=True)
+    each = [len(part[0]) * objective.loss(copy, *part, generator)[0].double() for part in parts]
+    return torch.stack(each).sum() / len(rows[0])
+
+
+# Five rows are parts of two, two and one.
+@pytest.mark.parametrize(("rows", "weight"), [(4, 1.0), (5, 1.0), (5, 0.3)])
+@pytest.mark.parametrize("objective", ["bayes", "plain"])
+def test_look_ahead_reaches_the_own_block_through_the_frozen_copy(
+    tiny_run: MakeRun, objective: str, rows: int, weight: float
+) -> None:
+    """The step's gradient is that of own + weight * ahead, by autograd through both blocks."""
+    # Nothing is clipped, and AdamW leaves gradients as they are.
+    run = tiny_run(objective=objective, look_ahead_weight=weight, clip_norm=1e9, optimizer="adamw")
+    others, (x, y) = copies(run), batch(rows=rows)
+    worker = BlockWorker(run, 1, CPU)
     torch.nn.init.normal_(worker.block.head.weight, std=0.5, generator=torch.Generator())
-    worker.step(*batch(), others[:index], others[index + 1])
-    return {n: p.grad.clone() for n, p in worker.block.named_parameters() if p.grad is not None}
+    fresh = deepcopy(worker.block)
+    worker.step(x, y, others[:1], others[2])
+    generator = step_generator(run.seed, 1, 0)
+    relay = relayed_hidden(others[:1], x)
+    own, hidden = worker.objective.loss(fresh, x, y, relay, generator)
+    assert hidden is not None
+    ahead = loss_ahead(run, others[2], 2, (x, y, hidden), generator)
+    names, parameters = zip(*fresh.named_parameters(), strict=True)
+    through = torch.autograd.grad(ahead, parameters, retain_graph=True, allow_unused=True)
+    both = torch.autograd.grad(own + weight * ahead, parameters)
+    found = [p.grad for p in worker.block.parameters()]
+    for name, part, expected, gradient in zip(names, through, both, found, strict=True):
+        assert gradient is not None
+        assert torch.allclose(gradient, expected, rtol=1e-4, atol=1e-6), name
+        # It reaches every layer. The own head plays no part in the next block's loss.
+        assert (part is None) == name.startswith("head.")
+        assert part is None or float(part.abs().max()) > 1e-4, name
 
 
-def test_look_ahead_reaches_the_own_block_through_the_frozen_copy(tiny_run: MakeRun) -> None:
-    """The step's gradient is d own + weight * d ahead, by an independent autograd of each."""
-    free: dict[str, Any] = {"clip_norm": 1e9}
-    others = copies(tiny_run())
-    off = own_gradient(tiny_run(look_ahead_weight=0.0, **free), 1, others)
-    one = own_gradient(tiny_run(look_ahead_weight=1.0, **free), 1, others)
-    three = own_gradient(tiny_run(look_ahead_weight=3.0, **free), 1, others)
-    through = {name: one[name] - off[name] for name in off if not name.startswith("head.")}
-    for name, gradient in through.items():
-        assert float(gradient.abs().max()) > 1e-5, name  # it reaches every layer
-        assert torch.allclose(three[name] - off[name], 3 * gradient, atol=1e-5), name
-    # The own head plays no part in the next block's loss.
-    for name in ("head.weight", "head.bias"):
-        assert torch.allclose(one[name], off[name], atol=1e-7)
+def test_rows_that_are_denoised_count_for_their_share(tiny_run: MakeRun) -> None:
+    """One row of four: a quarter of the step's gradient is its own, look-ahead included."""
+    run = tiny_run(denoise_share=0.25, look_ahead_weight=0.3, clip_norm=1e9, optimizer="adamw")
+    others, (x, y) = copies(run), batch()
+    worker = BlockWorker(run, 1, CPU)
+    torch.nn.init.normal_(worker.block.head.weight, std=0.5, generator=torch.Generator())
+    fresh = deepcopy(worker.block)
+    worker.step(x, y, others[:1], others[2])
+    generator = step_generator(run.seed, 1, 0)
+    relay = relayed_hidden(others[:1], x[1:])
+    own, hidden = worker.objective.loss(fresh, x[1:], y[1:], relay, generator)
+    assert hidden is not None and worker.joint is not None
+    ahead = loss_ahead(run, others[2], 2, (x[1:], y[1:], hidden), generator)
+    rows = draw_rows(x[:1], y[:1], 16, step_generator(run.seed, 1 + JOINT_STREAM, 0))
+    joint, hidden = worker.joint.loss(fresh, 1, rows, worker.joint.relayed(others[:1], rows))
+    joint_ahead, _ = worker.joint.loss(others[2], 2, rows, hidden)
+    (0.75 * (own + 0.3 * ahead) + 0.25 * (joint + 0.3 * joint_ahead)).backward()
+    for (name, p), twin in zip(worker.block.named_parameters(), fresh.parameters(), strict=True):
+        assert p.grad is not None and twin.grad is not None
+        assert torch.allclose(p.grad, twin.grad, rtol=1e-4, atol=1e-6), name
 
 
-def test_look_ahead_is_the_next_blocks_own_loss_in_its_own_interval(tiny_run: MakeRun) -> None:
+@pytest.mark.parametrize("rows", [4, 5])
+def test_look_ahead_is_the_next_blocks_own_loss_in_its_own_interval(
+    tiny_run: MakeRun, rows: int
+) -> None:
     run = tiny_run()
     others = copies(run)
     worker = BlockWorker(run, 0, CPU)
     fresh = frozen_copy(worker.block)
-    x, y = batch()
+    x, y = batch(rows=rows)
     loss = worker.step(x, y, [], others[1])
     generator = step_generator(run.seed, 0, 0)
     own, hidden = worker.objective.loss(fresh, x, y, None, generator)
-    next_worker = BlockWorker(run, 1, CPU)
     assert hidden is not None
-    parts = zip(*(whole.chunk(AHEAD_PARTS) for whole in (x, y, hidden)), strict=True)
-    ahead = [next_worker.objective.loss(others[1], *part, generator)[0] for part in parts]
-    assert loss.own_nats == pytest.approx(float(own), abs=1e-6)
-    assert loss.ahead_nats == pytest.approx(float(sum(ahead)) / len(ahead), abs=1e-6)
+    ahead = loss_ahead(run, others[1], 1, (x, y, hidden), generator)
+    assert loss.own_nats == pytest.approx(float(own), abs=1e-5)
+    assert loss.ahead_nats == pytest.approx(float(ahead), abs=1e-5)
     assert worker.objective.interval == block_interval(run.noise, 3, 0)
     assert worker.ahead is not None
-    assert worker.ahead.interval == next_worker.objective.interval
+    assert worker.ahead.interval == block_interval(run.noise, 3, 1)
 
 
 def test_a_look_ahead_of_weight_zero_is_relay(tiny_run: MakeRun) -> None:
@@ -223,7 +271,6 @@ def test_our_own_step_is_taken_through_the_copy_as_it_was(tiny_run: MakeRun) -> 
     first, later = [], []
     for learns in (False, True):
         run = tiny_run(ahead_learns=learns)
-        torch.manual_seed(0)  # equal heads of the copies
         worker, others = BlockWorker(run, 1, CPU), copies(run)
         worker.step(*batch(), others[:1], others[2])
         first.append(weights(worker.block))
