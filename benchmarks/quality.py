@@ -69,10 +69,11 @@ def variants(quick: bool) -> list[Variant]:
         add(f"default, seed {seed}", headline, seed, **best)
         add(f"end-to-end, seed {seed}", headline, seed, end_to_end=True, **best)
     add("one block on 4 times the headline's bytes", 4 * headline, **alone, **best)
+    lower: dict[str, Any] = {"learning_rate": HEADLINE_RATE / 2}  # steps are 4 times as many
+    add("one block on 4 times the headline's bytes at 0.0005", 4 * headline, **alone, **lower)
     for rate in (1e-3, 2e-3, 4e-3):
         add(f"end-to-end, learning rate {rate:g}", other, end_to_end=True, learning_rate=rate)
-    name = "end-to-end, 6 MB, learning rate 0.0005"
-    add(name, headline, end_to_end=True, learning_rate=HEADLINE_RATE / 2)
+    add("end-to-end, 6 MB, learning rate 0.0005", headline, end_to_end=True, **lower)
     add("look-ahead, copies 50 steps old", other)
     add("look-ahead, the copy ahead learns, 6 MB", headline, ahead_learns=True)
     add("independent", other, coupling="independent")
@@ -153,6 +154,7 @@ def _figures(rows: harness.Rows) -> harness.Figures:
     for name, row in (
         ("ce_control_4x", "one block on 4 times the bytes"),  # beside ce_stale_50
         ("ce_control_4x_6mb", "one block on 4 times the headline's bytes"),  # beside ce_composed
+        ("ce_control_4x_rate_0_0005", "one block on 4 times the headline's bytes at 0.0005"),
         ("ce_control_4x_rate_0_002", "one block on 4 times 6 MB at 0.002"),
         ("ce_z_removed", "look-ahead, z removed"),
         ("ce_stale_50", "look-ahead, copies 50 steps old"),
