@@ -60,7 +60,7 @@ def plot(rows: list[Row], path: Path) -> None:
         for number, row in enumerate(r for r in short if not r["name"].startswith(ADAMW)):
             style = ("-", "--", ":")[number // 10 % 3]
             others.plot(*_curve(row), style, color=f"C{number % 10}", lw=1, label=row["name"])
-        for axes, words, lowest in ((pairs, "6 MB, every seed", 1.2), (others, "2 MB", 1.3)):
+        for axes, words, lowest in ((pairs, "6 MB, every seed", 1.18), (others, "2 MB", 1.3)):
             axes.set_title(words)
             axes.set_xlabel("MB seen by a block")
             axes.set_ylim(lowest - 0.02, lowest + 0.7)
