@@ -17,6 +17,7 @@ import pytest
 
 from protocol.identity import Identity, peer_text
 
+# Part of py-libp2p is compiled: `make` goes on without it where there is no compiler.
 needs_libp2p = pytest.mark.skipif(
     importlib.util.find_spec("libp2p") is None, reason="the extra `light` is not installed"
 )

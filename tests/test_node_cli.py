@@ -255,6 +255,8 @@ def test_a_reader_that_leaves_hears_nothing() -> None:
         (["--sigma-min", "10", "--sigma-max", "10"], ["sigma_min 10 is not below sigma_max 10"]),
         (["--sigma-min", "nan"], ["sigma_min is nan"]),
         (["--sigma-min", "0.5"], ["sigma_min 0.5", "the limit is 0.05", "--sigma-min"]),
+        (["--sigma-min", "1e-300"], ["sigma_min 1e-300", "the limit is 0.05", "--sigma-min"]),
+        (["--learning-rate", "50"], ["learning_rate is 50", "at most 10"]),
         (["--coupling", "telepathy"], ["telepathy", "independent", "look_ahead"]),
         (["--objective", "luck"], ["luck", "bayes"]),
         (["--objective", "edm"], ["independent blocks only", "--coupling independent"]),
