@@ -91,7 +91,7 @@ class Liar:
             "NaN": lambda: _nan(payload),
             "replay": lambda: self.old_payload if number > OLD_ROUND else _nan(payload),
             "other block": lambda: self._other_block(codec, number, who),
-            "oversized": lambda: payload + bytes(codec.max_bytes + 1 - len(payload)),
+            "oversized": lambda: payload + bytes(codec.max_bytes_at(number) + 1 - len(payload)),
         }
         return ways[lie]()
 

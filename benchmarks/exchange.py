@@ -24,6 +24,7 @@ from benchmarks.wire_bytes import control_bytes, follow_bytes, pull_bytes
 from node.data.windows import WindowStream, stream_seed
 from node.log.consensus import TREND_ROUNDS
 from protocol.errors import BlockswarmError, WireError
+from protocol.limits import WORK_ONE
 from swarm.consensus.aggregate import Rule, aggregate, clip_scale, norm_limit
 from swarm.consensus.feedback import unsent
 from swarm.consensus.fixed_point import (
@@ -38,6 +39,7 @@ from swarm.consensus.fixed_point import (
     to_fixed,
     to_float,
 )
+from swarm.consensus.schedule import CodecSchedule
 from swarm.consensus.sums import apply_step
 from swarm.consensus.updates import UpdateCodec, update_digest
 from swarm.learning.composition import ComposedModel
@@ -70,7 +72,7 @@ def checked(codec: UpdateCodec, payload: bytes, block: int, round_: int, who: by
 class ExchangeRules:
     """What is exchanged, what arrives, and how it is read and combined."""
 
-    codec: str
+    codec: CodecSchedule | str
     participation: float = 1.0  # the share of updates that is in time; the others are left out
     late_rounds: int = 0  # a round's updates reach the consensus so many rounds later
     overlap: float = 0.2  # the share of a round's steps that is done while updates are exchanged
@@ -143,11 +145,21 @@ class BlockGroup:
         self.consensus = to_fixed(flat_weights(self.members[0].worker.block))
         self.codec = UpdateCodec(rules.codec, len(self.consensus))
         self.norms: deque[int] = deque(maxlen=NORM_ROUNDS)
+        self.works: deque[int] = deque(maxlen=NORM_ROUNDS)
         self.steps: deque[FixedUpdate] = deque(maxlen=TREND_ROUNDS)
         self.versions: dict[int, Floats] = {0: to_float(self.consensus)}
 
+    @property
+    def replicas_lately(self) -> float:
+        """As `swarm.consensus.log.ConsensusLog.replicas`."""
+        done = [work / WORK_ONE for work in self.works if work]
+        return max(1.0, sum(done) / len(done)) if done else 1.0
+
     def make_updates(self, number: int, rng: random.Random) -> list[int]:
-        """The round's end: every replica sends what is unsent. The lengths of the payloads."""
+        """Exchange `number`, from 1 on: every replica sends what is unsent. The payloads' lengths.
+
+        What it agrees on is version `number` of the block.
+        """
         lengths = []
         for member in self.members:
             running = flat_weights(member.worker.block)
@@ -188,7 +200,7 @@ class BlockGroup:
                     member.refused += 1
         due.sort(key=lambda pair: update_digest(pair[0].payload))
         included = self._combine(due) if due else []
-        self.versions[number + 1] = to_float(self.consensus)
+        self.versions[number] = to_float(self.consensus)
         return included, len(due)
 
     def _combine(self, due: list[tuple[Sent, FixedUpdate]]) -> list[int]:
@@ -207,6 +219,7 @@ class BlockGroup:
         )
         self.consensus, made = apply_step(self.consensus, result.delta)
         self.norms.append(result.median_norm)
+        self.works.append(result.work)
         self.steps.append(made)
         for (sent, _), score in zip(due, result.scores, strict=False):  # none with a plain mean
             sent.member.scores.append(score)
@@ -264,7 +277,7 @@ class ExchangeSwarm:
         self.settle()
         self._train(first + overlap, steps - overlap)
         for group in self.groups:
-            lengths = group.make_updates(self.round, self.rng)
+            lengths = group.make_updates(self.round + 1, self.rng)
             others = len(group.members) - 1
             self.moved.update += others * sum(map(pull_bytes, lengths))
         self.round += 1
@@ -274,7 +287,7 @@ class ExchangeSwarm:
         if self.settled == self.round:
             return
         for group, followers in zip(self.groups, self._followers, strict=True):
-            included, agreed = group.settle(self.settled)
+            included, agreed = group.settle(self.settled + 1)
             replicas = len(group.members)
             self.moved.relay += followers * follow_bytes(included, agreed, replicas)
             self.moved.control += control_bytes(replicas)
@@ -285,11 +298,12 @@ class ExchangeSwarm:
     def _train(self, first: int, steps: int) -> None:
         for group in self.groups:
             wanted = self._wanted(group.block)
+            faster = self.run.training.rate_factor(group.replicas_lately)
             for member, copies in zip(group.members, self._copies[group.block], strict=True):
                 for other, moving in copies.items():
                     version = self.groups[other].versions[wanted[other]]
                     moving.follow_flat(torch.from_numpy(version))
-                member.worker.steps_done = first
+                member.worker.steps_done, member.worker.rate_factor = first, faster
                 for _ in range(steps):
                     windows = torch.from_numpy(member.stream.batch_at(member.position)).long()
                     member.position += 1

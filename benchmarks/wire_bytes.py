@@ -14,7 +14,7 @@ from functools import cache
 from node.log.follow import DONORS_ASKED
 from protocol import identity, messages, payloads, records
 from protocol.frames import encode_head
-from protocol.limits import DIGEST_BYTES, PIN_BYTES
+from protocol.limits import DIGEST_BYTES, PIN_BYTES, WORK_ONE
 
 DHT_COPIES = 5  # nodes that a record is stored at, and that a look-up reads it from
 LATE = 1000  # a round number; small ones pack into a byte or two less
@@ -61,7 +61,7 @@ def _entries_bytes(agreed: int) -> int:
         number.to_bytes(len(_NAME), "big") for number in range(agreed)
     )  # in order, as they are
     parts = tuple((name, identity.generate().peer_id, 1 << 16, -100) for name in names)
-    entry = payloads.LogEntry(LATE, _NAME, _NAME, _NAME, 1 << 30, parts)
+    entry = payloads.LogEntry(LATE, _NAME, _NAME, _NAME, 1 << 30, WORK_ONE * len(parts), parts)
     return len(payloads.pack_log([entry, entry]))
 
 

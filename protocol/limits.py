@@ -70,7 +70,12 @@ SCORE_MAX = 1 << 20  # a cosine in 1/1024 is at most 2^10; the rest is room for 
 
 LISTED_PER_VOTE = 64  # a group is 16 replicas; 4 times that for rules with larger groups
 LISTED_BYTES = DIGEST_BYTES + PEER_ID_BYTES  # an update and who answers for it
-VOTE_BLOB_MAX_BYTES = 384 + LISTED_PER_VOTE * (LISTED_BYTES + 2)  # signature, map, updates
+DECLINED_PER_VOTE = 16  # senders that a voter will not count, each with its reason
+DECLINED_BYTES = PEER_ID_BYTES + 1
+# Signature, map, updates, reasons.
+VOTE_BLOB_MAX_BYTES = (
+    384 + LISTED_PER_VOTE * (LISTED_BYTES + 2) + DECLINED_PER_VOTE * (DECLINED_BYTES + 2)
+)
 VOTES_PER_REPLY = 64
 ROW_MAX_COLUMNS = 16  # of a list in a payload; known rows have at most 6
 RECORDS_PER_REPLY = 512
@@ -78,6 +83,8 @@ RECORD_ROW_BYTES = 1024  # a record in a list: 589 bytes, and room for newer col
 RECORDS_PER_ANNOUNCE = 16  # the answerer's own and a few more: what a newcomer needs to begin
 LOG_ENTRIES_PER_REPLY = 256  # several pinned snapshots back: more is not needed to catch up
 CONTRIBUTIONS_PER_ENTRY = 64
+WORK_ONE = 256  # in an entry of the log: the work of a host that did as much as most
+WORK_MAX = WORK_ONE * CONTRIBUTIONS_PER_ENTRY
 CONTRIBUTION_BYTES = DIGEST_BYTES + PEER_ID_BYTES + 4 + 4  # update, sender, scale, score
 UPDATES_PER_ENTRY = CONTRIBUTIONS_PER_ENTRY
 PINS_PER_LOG = 4  # replicas keep two snapshots

@@ -136,7 +136,8 @@ class Hello(Message):
 class HelloReply(Message):
     """`now_s` is the peer's clock (Unix time), for the median offset of the rounds' clock.
 
-    `ce_nats` is its own measurement of its block's consensus on its own held-out bytes; 0: none.
+    `ce_nats` is its own measurement of its block's consensus on its own held-out bytes, and
+    `own_ce_nats` that of its own running weights; 0: none.
     """
 
     KIND = Kind.HELLO_REPLY
@@ -147,6 +148,7 @@ class HelloReply(Message):
     blocks: tuple[int, ...] = wire("blocks", list_of(block_id, BLOCKS_PER_HELLO), ())
     agent: str = wire("agent", text(64), "")
     ce_nats: float = wire("ce", number(0, CE_MAX_NATS), 0.0)
+    own_ce_nats: float = wire("own_ce", number(0, CE_MAX_NATS), 0.0)
 
 
 @dataclass(frozen=True, kw_only=True)

@@ -18,6 +18,8 @@ from protocol.identity import Identity
 from protocol.limits import (
     CONTRIBUTION_BYTES,
     CONTRIBUTIONS_PER_ENTRY,
+    DECLINED_BYTES,
+    DECLINED_PER_VOTE,
     DHT_KEY_BYTES,
     DIGEST_BYTES,
     LISTED_BYTES,
@@ -39,6 +41,7 @@ from protocol.limits import (
     UPDATES_PER_ENTRY,
     VOTE_BLOB_MAX_BYTES,
     VOTES_PER_REPLY,
+    WORK_MAX,
     Kind,
 )
 from protocol.messages import Announce
@@ -122,7 +125,9 @@ class Vote:
     """The updates that a replica holds and accepts in a round, on top of a consensus.
 
     `consensus` is the digest of the log entry that the voter stands on, `base_round` the round of
-    that entry plus one. An item of `listed` is an update's digest and its sender's peer id.
+    that entry plus one. An item of `listed` is an update's digest and its sender's peer id; one of
+    `declined` the peer id of a sender whose updates the voter does not accept, and a byte that says
+    why (`swarm.consensus.votes.Reason`).
     """
 
     run: bytes = wire("run", digest())
@@ -133,6 +138,9 @@ class Vote:
     base_round: int = wire("base_round", uint(ROUND_MAX + 1), 0)
     listed: tuple[bytes, ...] = wire(
         "listed", list_of(blob(LISTED_BYTES, LISTED_BYTES), LISTED_PER_VOTE), ()
+    )
+    declined: tuple[bytes, ...] = wire(
+        "declined", list_of(blob(DECLINED_BYTES, DECLINED_BYTES), DECLINED_PER_VOTE), ()
     )
 
 
@@ -186,6 +194,7 @@ _ENTRY_ROW = (
     digest(),
     digest(),
     uint(NORM_MAX),
+    uint(WORK_MAX),
     blob(0, CONTRIBUTIONS_PER_ENTRY * CONTRIBUTION_BYTES),
 )
 Contribution = tuple[bytes, bytes, int, int]  # update, sender's peer id, scale, score
@@ -196,6 +205,7 @@ class LogEntry:
     """The consensus after a round (`round` is that round plus one: genesis has 0).
 
     `parent` is the digest of the entry before, `weights` and `step` are digests of what they name;
+    `work` is what the updates come to together, in 1/256 of one host's;
     a contribution is (update digest, sender's peer id, scale in 1/65536, score in 1/1024).
     """
 
@@ -204,6 +214,7 @@ class LogEntry:
     weights: bytes
     step: bytes
     median_norm: int
+    work: int
     contributions: tuple[Contribution, ...]
 
 
@@ -216,7 +227,7 @@ def pack_log(entries: Sequence[LogEntry]) -> bytes:
         if len(e.contributions) > CONTRIBUTIONS_PER_ENTRY:
             raise Malformed(f"a log entry of {len(e.contributions)} contributions")
         parts = b"".join(_CONTRIBUTION.pack(*part) for part in _checked(e.contributions))
-        row = (e.round, e.parent, e.weights, e.step, e.median_norm, parts)
+        row = (e.round, e.parent, e.weights, e.step, e.median_norm, e.work, parts)
         rows.append([check(value) for check, value in zip(_ENTRY_ROW, row, strict=True)])
     return pack(rows)
 
@@ -230,8 +241,8 @@ def unpack_log(payload: BytesLike) -> list[LogEntry]:
         *_ENTRY_ROW,
     )
     return [
-        LogEntry(number, parent, weights, step, median_norm, _contributions(parts))
-        for number, parent, weights, step, median_norm, parts in rows
+        LogEntry(number, parent, weights, step, median_norm, work, _contributions(parts))
+        for number, parent, weights, step, median_norm, work, parts in rows
     ]
 
 

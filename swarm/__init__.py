@@ -12,6 +12,7 @@ run the same code. Of the folders, each may import those above it.
     run            a run: shape, noise, objective, schedule, checked and frozen
     runfile        the TOML file that names a run
     run_template   its text, explained line by line, and the presets
+    plan           a run's rounds and densities, from its length and its hosts
     cost           what it costs to join: memory, bytes, disk
     assignment     which block a host works on
     events         the event log's schema

@@ -10,7 +10,7 @@ from __future__ import annotations
 import math
 from typing import TYPE_CHECKING
 
-from protocol.codec import CodecId
+from protocol.codec import CodecId, CodecSpec
 from swarm.learning.coupling import followed_blocks
 from swarm.rounds.groups import MAX_GROUP, group_count
 from swarm.run import VOCABULARY, ModelShape, Objective, Run
@@ -69,12 +69,17 @@ def worker_memory_bytes(runfile: RunFile, block: int | None = None) -> int:
 
 
 def expected_update_bytes(runfile: RunFile, block: int | None = None) -> int:
-    """What an update will have; for top-k a kept weight costs its value and the gap before it."""
-    size, codec = runfile.parameters(block), runfile.codec
+    """What an update will have, on the average of the run."""
+    size = runfile.parameters(block)
+    return math.ceil(runfile.codecs.mean(lambda codec: encoded_bytes(codec, size)))
+
+
+def encoded_bytes(codec: CodecSpec, size: int) -> float:
+    """So many weights encoded; for top-k a kept one costs its value and the gap before it."""
     if codec.codec != CodecId.TOPK:
         return codec.max_bytes(size)
     kept = codec.max_kept(size)
-    return math.ceil(kept * (math.log2(size / kept) + 1.5 + codec.value_bits) / 8)
+    return kept * (math.log2(size / kept) + 1.5 + codec.value_bits) / 8
 
 
 def expected_step_bytes(runfile: RunFile, replicas: int, block: int | None = None) -> int:

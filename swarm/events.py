@@ -100,6 +100,8 @@ class RoundEvent:
     consensus_ce_nats: float | None = None
     steps: int = 0
     copy_ages_rounds: tuple[int, ...] = ()
+    declined: tuple[Refusal, ...] = ()  # who did not accept our update, and why
+    replicas: float = 1.0  # how many hosts' work the last rounds had
 
 
 @dataclass(frozen=True)

@@ -123,6 +123,7 @@ class Training:
     copy_steps: float = 25.0  # copies move 1 / copy_steps of the way to a new version in each step
     ahead_learns: bool = False  # the copy of the next block follows its own gradient meanwhile
     denoise_share: float = 0.0  # > 0: so much of a batch trains the mode `denoise`
+    replica_power: float = 0.0  # R replicas of a block train at R ** this times the learning rate
 
     def __post_init__(self) -> None:
         _one_of("objective", self.objective, get_args(Objective))
@@ -141,6 +142,7 @@ class Training:
             _finite(name, getattr(self, name), low=-1e-12, high=0.99999)
         _finite("copy_steps", self.copy_steps, low=1.0 - 1e-12, high=1e6)
         _finite("denoise_share", self.denoise_share, low=-1e-12, high=0.9)
+        _finite("replica_power", self.replica_power, low=-1e-12, high=1.0)
         if self.denoise_share > 0 and self.batch < 2:
             raise UsageError(
                 "denoise_share takes a part of every batch, and a batch of 1 has no part to give",
@@ -153,6 +155,13 @@ class Training:
         phase = 0.5 * (1.0 + math.cos(math.pi * min(1.0, step / self.steps)))
         floor = self.final_learning_rate
         return self.learning_rate * warm * (floor + (1.0 - floor) * phase)
+
+    def rate_factor(self, replicas: float) -> float:
+        """How much faster than alone the replicas of a block learn; see `replica_power`.
+
+        The mean of several noisy steps is shorter than each of them, and less noisy.
+        """
+        return float(max(1.0, replicas) ** self.replica_power)
 
     @property
     def denoise_rows(self) -> int:
@@ -204,8 +213,9 @@ class Run:
         tables = dataclasses.asdict(self)
         if not self.denoises:
             del tables["training"]["denoise_share"]
-        if not self.training.ahead_learns:
-            del tables["training"]["ahead_learns"]
+        for name in ("ahead_learns", "replica_power"):
+            if not tables["training"][name]:
+                del tables["training"][name]
         return tables
 
     @classmethod

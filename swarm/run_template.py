@@ -6,7 +6,7 @@ may say is decided in `runfile`. The imports inside functions keep NumPy out of 
 
 from __future__ import annotations
 
-from dataclasses import asdict, replace
+from dataclasses import asdict, dataclass, replace
 from types import SimpleNamespace
 from typing import TYPE_CHECKING, Any
 
@@ -114,6 +114,9 @@ repair_window_s = {rounds.repair_window_s}
 # How updates are compressed: topk:DENSITY:BITS[:overall] sends the largest weights only (what is
 # left out is sent later), int8 and int4 send all of them.
 codec = {exchange.codec}
+# The n-th exchange from either end of the run sends at least this / n of all weights: at first all
+# is new, and after the last nothing comes any more.
+ends_density = {exchange.ends_density}
 # Every so many rounds hosts keep a full snapshot, from which newcomers start.
 snapshot_every = {exchange.snapshot_every}
 # Warn if a block has fewer hosts than this.
@@ -123,6 +126,11 @@ min_replicas = {exchange.min_replicas}
 AHEAD = """\
 # The copy of the next block learns along with ours until a newer version of it comes.
 ahead_learns = {training.ahead_learns}
+"""
+REPLICAS = """\
+# The learning rate is that of a host alone. With R hosts on a block it is R to this power times as
+# high: the mean of their steps is shorter than each of them, and less noisy.
+replica_power = {training.replica_power}
 """
 JOINT = """\
 # So much of every batch teaches blocks to denoise a whole output at once, for the mode `denoise`.
@@ -143,6 +151,7 @@ def emit(runfile: RunFile) -> bytes:
         for name, table in tables.items()
     }
     options = AHEAD.format(**written) if runfile.run.training.ahead_learns else ""
+    options += REPLICAS.format(**written) if runfile.run.training.replica_power else ""
     options += JOINT.format(**written) if runfile.run.denoises else ""
     return TEMPLATE.format(options=options, **top, **written).encode()
 
@@ -154,8 +163,21 @@ def _toml(value: Any) -> str:
     return f'"{value}"' if isinstance(value, str) else repr(value)
 
 
-def preset(name: str, run_name: str, seed: int = 0) -> RunFile:
-    """The run that `init --preset` writes."""
+@dataclass(frozen=True)
+class Wishes:
+    """What an operator says of a run beyond its preset; None: as the preset has it."""
+
+    hours: float | None = None
+    steps_per_s: float | None = None  # of the hosts
+    gb_per_day: float | None = None  # of a host, both ways, with `plan.REPLICAS` on every block
+
+
+AS_PRESET = Wishes()
+
+
+def preset(name: str, run_name: str, seed: int = 0, wishes: Wishes = AS_PRESET) -> RunFile:
+    """The run that `init --preset` writes: its rounds and densities are planned (`swarm.plan`)."""
+    from swarm.plan import ENDS_DENSITY, plan
     from swarm.run import ModelShape, Run, Training
     from swarm.runfile import (
         DataName,
@@ -168,23 +190,50 @@ def preset(name: str, run_name: str, seed: int = 0) -> RunFile:
 
     data: DataName = "python" if name == "tiny" else "wikitext-103"
     if name == "tiny":
-        shape, training = ModelShape(), Training()
-        rounds = RoundSchedule(0, 12.0, 120, 1.0, 4.0, 1.0, 1.5)
-        exchange = ExchangeRules("topk:0.02:2:overall", snapshot_every=16, min_replicas=2)
+        shape, training = ModelShape(), Training(learning_rate=2e-3)
+        hours, steps_per_s, min_replicas = 1 / 3, 2.5, 2
     elif name == "small":
         shape = ModelShape(layers=4, width=512, heads=8, context=256)
-        training = Training(steps_per_round=100, batch=16, learning_rate=1e-3, warmup_steps=500)
-        rounds = RoundSchedule(0, 60.0, 1440, 3.0, 20.0, 5.0, 8.0)
-        exchange = ExchangeRules("topk:0.02:2:overall", snapshot_every=32, min_replicas=3)
+        training = Training(batch=16, learning_rate=1e-3, warmup_steps=500)
+        hours, steps_per_s, min_replicas = 24.0, 5 / 3, 3
     elif name == "large":
         shape = ModelShape(layers=6, width=1024, heads=16, context=1024)
-        training = Training(steps_per_round=200, batch=8, learning_rate=4e-4, warmup_steps=2000)
-        rounds = RoundSchedule(0, 300.0, 2016, 10.0, 120.0, 15.0, 40.0)
-        exchange = ExchangeRules("topk:0.005:2:overall", snapshot_every=32, min_replicas=3)
+        training = Training(batch=8, learning_rate=4e-4, warmup_steps=2000)
+        hours, steps_per_s, min_replicas = 7 * 24.0, 2 / 3, 3
     else:
         raise UsageError(f"no preset is called {name}", f"choose one of {', '.join(PRESETS)}")
     # In a swarm all periods are equally long, so short rounds would only idle.
-    training = replace(training, short_rounds=0)
+    training = replace(training, short_rounds=0, replica_power=0.5)
+    hours, steps_per_s = wishes.hours or hours, wishes.steps_per_s or steps_per_s
+    planned = plan(training, hours * 3600.0, steps_per_s)
+    rounds = RoundSchedule(0, planned.period_s, planned.count, *planned.windows_s)
+    training = replace(training, steps_per_round=planned.steps_per_round)
     training = replace(training, steps=scheduled_steps(training, rounds.count))
     run = Run(model=shape, training=training, seed=seed)
-    return RunFile(run_name, run, DataRules(data, ""), rounds, exchange)
+    exchange = ExchangeRules(_topk(planned.density), 32, min_replicas, ENDS_DENSITY)
+    file = RunFile(run_name, run, DataRules(data, ""), rounds, exchange)
+    return file if wishes.gb_per_day is None else _within_budget(file, wishes.gb_per_day)
+
+
+def _topk(density: float) -> str:
+    return f"topk:{density:.3g}:2:overall"
+
+
+def _within_budget(file: RunFile, gb_per_day: float) -> RunFile:
+    """The same run with updates as dense as the budget allows, or as they were."""
+    from swarm.cost import expected_gb_per_day
+    from swarm.plan import LEAST_DENSITY, REPLICAS
+
+    density, ends = file.codec.density, file.exchange.ends_density
+    while expected_gb_per_day(file, REPLICAS) > gb_per_day:
+        density, ends = density * 0.9, ends * 0.9
+        if density < LEAST_DENSITY:
+            least = expected_gb_per_day(file, REPLICAS)
+            raise UsageError(
+                f"{gb_per_day:g} GB a day are too few for this run: a host with "
+                f"{REPLICAS} on every block would move {least:.2g} at least",
+                "allow more with --gb-per-day, or train longer with --hours",
+            )
+        exchange = replace(file.exchange, codec=_topk(density), ends_density=round(ends, 3))
+        file = replace(file, exchange=exchange)
+    return file

@@ -23,6 +23,7 @@ from protocol.codec import MAX_SIZE, CodecSpec
 from protocol.errors import UsageError
 from protocol.frames import content_digest
 from protocol.limits import LOG_ENTRIES_PER_REPLY, PAYLOAD_MAX_BYTES, TIME_MAX_S, Kind
+from swarm.consensus.schedule import CodecSchedule
 from swarm.cost import block_parameters, worker_memory_bytes
 from swarm.rounds.deadline import DeadlineRules
 from swarm.rounds.state import RoundRules
@@ -39,7 +40,13 @@ MAX_WORKER_BYTES = 2**40  # a run that needs more memory than this is a mistake 
 # the older one is up to twice as many rounds back as there are from one snapshot to the next.
 MAX_SNAPSHOT_EVERY = LOG_ENTRIES_PER_REPLY // 2
 MAX_SHORT_ROUNDS = 1000
-LATER: Mapping[str, Any] = {"denoise_share": 0.0, "ahead_learns": False}  # of [training]
+MAX_ENDS_DENSITY = 16.0  # all weights in the first and the last 16 exchanges
+LATER_TRAINING: Mapping[str, Any] = {
+    "denoise_share": 0.0,
+    "ahead_learns": False,
+    "replica_power": 0.0,
+}
+LATER_EXCHANGE: Mapping[str, Any] = {"ends_density": 0.0}
 
 DataName = Literal["python", "wikitext-2", "wikitext-103", "own"]
 
@@ -115,6 +122,7 @@ class ExchangeRules:
     codec: str
     snapshot_every: int
     min_replicas: int
+    ends_density: float = 0.0  # see swarm.consensus.schedule
 
     def __post_init__(self) -> None:
         if not _CODEC.fullmatch(self.codec):
@@ -128,6 +136,7 @@ class ExchangeRules:
             )
         _between("exchange.snapshot_every", self.snapshot_every, 1, MAX_SNAPSHOT_EVERY)
         _between("exchange.min_replicas", self.min_replicas, 1, 1024)
+        _between("exchange.ends_density", self.ends_density, 0.0, MAX_ENDS_DENSITY)
 
 
 @dataclass(frozen=True)
@@ -181,6 +190,11 @@ class RunFile:
         return CodecSpec.parse(self.exchange.codec)
 
     @property
+    def codecs(self) -> CodecSchedule:
+        """The codec of every exchange."""
+        return CodecSchedule(self.codec, self.rounds.count, self.exchange.ends_density)
+
+    @property
     def started(self) -> bool:
         return self.rounds.start_s > 0
 
@@ -191,7 +205,7 @@ class RunFile:
 
     def max_update_bytes(self, block: int | None = None) -> int:
         """No honest update is longer; a longer one is refused before it is pulled."""
-        return self.codec.max_bytes(self.parameters(block))
+        return self.codecs.densest.max_bytes(self.parameters(block))
 
 
 def run_id(text: bytes) -> bytes:
@@ -257,7 +271,7 @@ def _read(raw: dict[str, Any]) -> RunFile:
     if _typed("format", version, int) != FORMAT:
         raise RunFileError(f"format must be {FORMAT}")
     rounds = _section(RoundSchedule, "rounds", raw)
-    training = _section(Training, "training", raw, derived={"steps": 1}, later=LATER)
+    training = _section(Training, "training", raw, derived={"steps": 1}, later=LATER_TRAINING)
     training = replace(training, steps=scheduled_steps(training, rounds.count))
     run = Run(
         model=_section(ModelShape, "model", raw),
@@ -265,7 +279,8 @@ def _read(raw: dict[str, Any]) -> RunFile:
         training=training,
         seed=_typed("seed", raw["seed"], int),
     )
-    data, exchange = _section(DataRules, "data", raw), _section(ExchangeRules, "exchange", raw)
+    data = _section(DataRules, "data", raw)
+    exchange = _section(ExchangeRules, "exchange", raw, later=LATER_EXCHANGE)
     return RunFile(_typed("name", raw["name"], str), run, data, rounds, exchange)
 
 

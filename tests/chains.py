@@ -78,6 +78,7 @@ class Chain:
                 step_digest(step),
                 result.median_norm,
                 (part,),
+                result.work,
             )
             included = [payload] if part.scale else []
             self.log = self.log.appended(entry)

@@ -91,7 +91,7 @@ class Liar(Replica):
             case Lie.OTHER_BLOCK:
                 return codec.encode(rest, block + 1, number, me)[0]
             case _:
-                return payload + bytes(codec.max_bytes + 1 - len(payload))
+                return payload + bytes(codec.max_bytes_at(number) + 1 - len(payload))
 
 
 def _against_spaces(rest: Floats) -> Floats:

@@ -28,6 +28,7 @@ from protocol import messages, records
 from protocol.errors import UsageError, WireError
 from protocol.frames import content_digest
 from protocol.identity import Identity, peer_text
+from protocol.limits import WORK_ONE
 from protocol.messages import Message
 from protocol.records import Record, Role, SignedRecord
 from swarm.consensus.fixed_point import (
@@ -105,6 +106,7 @@ class Replica:
                 step_digest(step),
                 1,
                 parts,
+                WORK_ONE * len(parts),
             )
             self.consensus.follow(entry, payloads)
             self.log = self.log.appended(entry)

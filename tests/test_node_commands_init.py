@@ -61,7 +61,7 @@ def test_unknown_preset(tmp_path: Path) -> None:
 
 
 def test_summary() -> None:
-    assert "1.9 million parameters in 4 blocks, 120 rounds of 12 s, 24 minutes" in summary(
+    assert "1.9 million parameters in 4 blocks, 300 rounds of 4 s, 20 minutes" in summary(
         preset("tiny", "x")
     )
     assert "7 days in all" in summary(preset("large", "x"))

@@ -19,7 +19,7 @@ from node.host.live_line import (
     size_words,
     verdict,
 )
-from swarm.events import NodeEvent, RoundEvent, Traffic
+from swarm.events import NodeEvent, Refusal, RoundEvent, Traffic
 
 TIMES = RunTimes(start_s=1000.0, period_s=12.0, count=120)
 
@@ -55,6 +55,14 @@ def event(**changes: Any) -> RoundEvent:
         ({}, "included"),
         ({"included": False, "left_out": ("me",)}, "left out (an outlier)"),
         ({"included": False, "agreed": ("a",)}, "left out (came too late for most)"),
+        (
+            {"included": False, "agreed": ("a",), "declined": (Refusal("a", "of harm"),)},
+            "left out (by 1 of 3 hosts: of harm)",
+        ),
+        (
+            {"included": False, "outcome": "empty", "declined": (Refusal("a", "of harm"),) * 2},
+            "left out (by 2 of 3 hosts: of harm)",
+        ),
         ({"included": False, "outcome": "undecided"}, "left out (no majority)"),
         ({"included": False, "outcome": "empty"}, "left out (nothing was agreed)"),
         ({"included": False, "outcome": "syncing"}, "left out (catching up)"),

@@ -46,7 +46,7 @@ def test_a_new_process_takes_no_step_before_it_has_its_weights() -> None:
             found.append(await trainer.snapshot())
 
         replica: Any = SimpleNamespace(
-            state=SimpleNamespace(round=0),
+            state=SimpleNamespace(round=0, log=SimpleNamespace(replicas=lambda: 1.0)),
             running=SimpleNamespace(queue=queue),
             reset_weights=lambda: queue.put_reset(reset),
         )

@@ -115,7 +115,7 @@ def test_nobody_but_a_poisoned_donor_is_an_error_that_names_it(chain: Chain) -> 
 
 
 def _other(payload: bytes) -> bytes:
-    updates = unpack_updates(payload, CODEC.max_bytes)
+    updates = unpack_updates(payload, CODEC.max_bytes_at(1))
     return pack_updates([bytes(reversed(update)) for update in updates])
 
 

@@ -13,6 +13,7 @@ from replica_swarm import Swarm, run
 from node.replica.canary import CanaryWatch
 from protocol.identity import generate, peer_text
 from swarm.learning.flat import Floats
+from swarm.rounds import actions as act
 
 
 def test_the_canary_finds_a_poisoner_that_two_cannot_outvote(tmp_path: Path) -> None:
@@ -116,5 +117,38 @@ def test_the_canary_blames_nobody_here_for_what_other_blocks_do(
         await swarm.until(lambda: a.losses_nats[-1] > 5.0)
         assert len(watch.canary.recent) == 1  # it was an alarm, and looked into
         assert not a.replica.state.trust.excluded(b.replica.me, a.replica.state.round + 1)
+
+    run(work, tmp_path)
+
+
+def test_where_texts_may_differ_it_measures_and_blames_nobody(tmp_path: Path) -> None:
+    async def work(swarm: Swarm) -> None:
+        honest, bad = swarm.add("a"), swarm.add("liar", liar(Lie.POISON))
+        toy = honest.toy
+        honest.canary = CanaryWatch(honest.replica, toy.evaluate, time_share=0.0, judges=False)
+        honest.start()
+        bad.start()
+        await swarm.until(lambda: len(honest.losses_nats) > 20)
+        assert max(honest.losses_nats) > honest.losses_nats[0]  # a judge would have seen it
+        assert not honest.exclusions
+
+    run(work, tmp_path)
+
+
+def test_who_is_left_out_hears_the_reason_that_the_others_had(tmp_path: Path) -> None:
+    async def work(swarm: Swarm) -> None:
+        a, b, c = (swarm.add(name).start() for name in "abc")
+        await swarm.until(lambda: min(m.head.round for m in (a, b, c)) >= 3)
+        assert not any(report.declined for m in (a, b, c) for report in m.reports)
+        for member in (a, b):
+            number = member.replica.state.round
+            member.replica.hear(act.CanaryVerdict(number, (c.replica.me,)))
+        await swarm.until(lambda: any(len(report.declined) == 2 for report in c.reports))
+        report = next(r for r in c.reports if len(r.declined) == 2)
+        assert report.included is False and c.replica.me not in report.agreed
+        assert dict(report.declined) == {
+            m.replica.me: "it made their held-out text worse" for m in (a, b)
+        }
+        assert not any(r.declined for m in (a, b) for r in m.reports)
 
     run(work, tmp_path)

@@ -135,4 +135,4 @@ def test_looking_when_nobody_answers(capsys: pytest.CaptureFixture[str]) -> None
     out = capsys.readouterr().out
     assert "warning: block 1 has no live replica" in out and "live test" in out
     lines = [line.split() for line in out.splitlines()]
-    assert ["1", "0", "-", "-", "-", "-", "-", "-"] in lines  # no round, no agreement
+    assert ["1", "0", "-", "-", "-", "-", "-", "-", "-"] in lines  # no round, no agreement

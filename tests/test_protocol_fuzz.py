@@ -84,7 +84,7 @@ SIGNED = seal(OWNER, RECORD, NOW_S + 300)
 LISTED = (DIGEST + OWNER.peer_id,) * 3
 VOTE = seal_vote(OWNER, Vote(run=RUN, block=1, round=2, consensus=DIGEST, listed=LISTED))
 PARTS = ((DIGEST, OWNER.peer_id, 65536, -7), (RUN, Identity(b"s" * 32).peer_id, 0, 1024))
-LOG = [LogEntry(i, DIGEST, RUN, DIGEST, 1000, PARTS[:i]) for i in range(3)]
+LOG = [LogEntry(i, DIGEST, RUN, DIGEST, 1000, 256 * i, PARTS[:i]) for i in range(3)]
 PINS = (Pin(5, DIGEST, RUN).pack(),) * 2
 
 CORPUS: list[tuple[Message, bytes]] = [

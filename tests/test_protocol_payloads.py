@@ -15,6 +15,8 @@ from protocol.frames import Oversize, content_digest
 from protocol.identity import Identity
 from protocol.limits import (
     CONTRIBUTIONS_PER_ENTRY,
+    DECLINED_BYTES,
+    DECLINED_PER_VOTE,
     LISTED_PER_VOTE,
     LOG_ENTRIES_PER_REPLY,
     NORM_MAX,
@@ -25,6 +27,7 @@ from protocol.limits import (
     UPDATES_PER_ENTRY,
     VOTE_BLOB_MAX_BYTES,
     VOTES_PER_REPLY,
+    WORK_MAX,
     Kind,
 )
 from protocol.packing import Malformed, pack
@@ -57,7 +60,7 @@ LISTED = tuple(update * 32 + VOTER.peer_id for update in (b"a", b"b"))
 VOTE = Vote(run=RUN, block=2, round=8, consensus=b"c" * 32, base_round=8, listed=LISTED)
 PART = (b"u" * 32, VOTER.peer_id, 65536, -1024)
 OTHER = (b"v" * 32, Identity(b"o" * 32).peer_id, 0, 1024)
-ENTRY = LogEntry(9, b"p" * 32, b"w" * 32, b"s" * 32, 1234, (PART, OTHER))
+ENTRY = LogEntry(9, b"p" * 32, b"w" * 32, b"s" * 32, 1234, 512, (PART, OTHER))
 MANY = tuple(
     (bytes([n]) * 32, Identity(bytes([n]) * 32).peer_id, 65536, -1024)
     for n in range(CONTRIBUTIONS_PER_ENTRY + 1)
@@ -81,11 +84,13 @@ def test_the_longest_lists_fit_their_limits() -> None:
     assert len(announced) <= PAYLOAD_MAX_BYTES[Kind.ANNOUNCE_REPLY]
     listed = LISTED[:1] * LISTED_PER_VOTE
     large = dataclasses.replace(VOTE, round=ROUND_MAX, base_round=ROUND_MAX + 1, stage=1)
+    declined = tuple(bytes([n]) * DECLINED_BYTES for n in range(DECLINED_PER_VOTE))
+    large = dataclasses.replace(large, declined=declined)
     vote = seal_vote(VOTER, dataclasses.replace(large, block=4095, listed=listed))
     assert len(vote.blob) <= VOTE_BLOB_MAX_BYTES
     assert len(pack_votes([vote] * VOTES_PER_REPLY)) <= PAYLOAD_MAX_BYTES[Kind.VOTE_REPLY]
     parts = MANY[:-1]
-    entry = LogEntry(ROUND_MAX + 1, b"a" * 32, b"b" * 32, b"c" * 32, NORM_MAX, parts)
+    entry = LogEntry(ROUND_MAX + 1, b"a" * 32, b"b" * 32, b"c" * 32, NORM_MAX, WORK_MAX, parts)
     longest_log = pack_log([entry] * LOG_ENTRIES_PER_REPLY)
     assert len(longest_log) <= PAYLOAD_MAX_BYTES[Kind.LOG_REPLY]
     assert unpack_log(longest_log) == [entry] * LOG_ENTRIES_PER_REPLY
@@ -144,10 +149,10 @@ def test_items_of_a_vote_have_one_length() -> None:
 
 
 def test_log_entries() -> None:
-    genesis = LogEntry(0, b"p" * 32, b"w" * 32, bytes(32), 0, ())
+    genesis = LogEntry(0, b"p" * 32, b"w" * 32, bytes(32), 0, 0, ())
     assert unpack_log(pack_log([genesis, ENTRY])) == [genesis, ENTRY]
-    longer = pack([[9, b"p" * 32, b"w" * 32, b"s" * 32, 7, b"", {"newer": [1, 2]}]])
-    assert unpack_log(longer) == [LogEntry(9, b"p" * 32, b"w" * 32, b"s" * 32, 7, ())]
+    longer = pack([[9, b"p" * 32, b"w" * 32, b"s" * 32, 7, 0, b"", {"newer": [1, 2]}]])
+    assert unpack_log(longer) == [LogEntry(9, b"p" * 32, b"w" * 32, b"s" * 32, 7, 0, ())]
 
 
 @pytest.mark.parametrize(
@@ -166,7 +171,7 @@ def test_bad_contributions(part: tuple[bytes, bytes, int, int]) -> None:
     raw = struct.pack(">32s38sIi", *part)
     if len(part[0]) == 32:
         with pytest.raises(Malformed):
-            unpack_log(pack([[9, b"p" * 32, b"w" * 32, b"s" * 32, 7, raw]]))
+            unpack_log(pack([[9, b"p" * 32, b"w" * 32, b"s" * 32, 7, 256, raw]]))
 
 
 @pytest.mark.parametrize(
@@ -187,7 +192,7 @@ def test_contributions_have_one_order_and_no_sender_or_update_twice(
         pack_log([dataclasses.replace(ENTRY, contributions=parts)])
     raw = b"".join(struct.pack(">32s38sIi", *part) for part in parts)
     with pytest.raises(Malformed):
-        unpack_log(pack([[9, b"p" * 32, b"w" * 32, b"s" * 32, 7, raw]]))
+        unpack_log(pack([[9, b"p" * 32, b"w" * 32, b"s" * 32, 7, 256, raw]]))
 
 
 def test_no_log_is_sent_that_would_be_refused() -> None:
@@ -196,13 +201,14 @@ def test_no_log_is_sent_that_would_be_refused() -> None:
         [dataclasses.replace(ENTRY, contributions=MANY)],
         [dataclasses.replace(ENTRY, round=-1)],
         [dataclasses.replace(ENTRY, median_norm=NORM_MAX + 1)],
+        [dataclasses.replace(ENTRY, work=WORK_MAX + 1)],
         [dataclasses.replace(ENTRY, step=b"")],
     ):
         with pytest.raises(Malformed):
             pack_log(bad)
 
 
-ROW = [1, b"a" * 32, b"b" * 32, b"c" * 32, 5, b""]
+ROW = [1, b"a" * 32, b"b" * 32, b"c" * 32, 5, 256, b""]
 
 
 @pytest.mark.parametrize(
@@ -219,14 +225,16 @@ ROW = [1, b"a" * 32, b"b" * 32, b"c" * 32, 5, b""]
         pack([[1, b"a" * 31, *ROW[2:]]]),
         pack([[-1, *ROW[1:]]]),
         pack([[ROUND_MAX + 2, *ROW[1:]]]),
-        pack([[*ROW[:4], -5, b""]]),
+        pack([[*ROW[:4], -5, *ROW[5:]]]),
+        pack([[*ROW[:5], -1, b""]]),
+        pack([[*ROW[:5], WORK_MAX + 1, b""]]),
         pack([[*ROW, *range(50)]]),
         pack([ROW]) + b"\0",
         pack([ROW])[:-1],
         pack([ROW] * (LOG_ENTRIES_PER_REPLY + 1)),
         b"\xdd\xff\xff\xff\xff",
         b"\x91\xdd\xff\xff\xff\xff",
-        b"\x91\x96\xc7\x01\x50\x00",
+        b"\x91\x97\xc7\x01\x50\x00",
         bytes(PAYLOAD_MAX_BYTES[Kind.LOG_REPLY] + 1),
     ],
 )

@@ -236,8 +236,8 @@ def test_fields_of_a_newer_minor_version_are_ignored() -> None:
 
 
 def test_another_major_version_is_named() -> None:
-    with pytest.raises(VersionMismatch, match=r"protocol 2\.0"):
-        check(seal_fields({"v": 2, "w": 0, "anything": "else"}))
+    with pytest.raises(VersionMismatch, match=r"protocol 3\.0"):
+        check(seal_fields({"v": 3, "w": 0, "anything": "else"}))
 
 
 @pytest.mark.parametrize(

@@ -57,15 +57,23 @@ RECORDS = [
     ),
 ]
 LISTED = tuple(update * 32 + OWNER.peer_id for update in (b"a", b"b"))
-VOTE = Vote(run=RUN, block=3, round=17, consensus=b"c" * 32, base_round=17, listed=LISTED)
 OTHER = Identity(bytes(range(1, 33)))
+VOTE = Vote(
+    run=RUN,
+    block=3,
+    round=17,
+    consensus=b"c" * 32,
+    base_round=17,
+    listed=LISTED,
+    declined=(OTHER.peer_id + b"\3",),
+)
 PARTS = ((b"u" * 32, OWNER.peer_id, 65536, 512), (b"v" * 32, OTHER.peer_id, 0, -1024))
 WEIGHTS = np.array([0, 1, -1, 2**31 - 1, -(2**24)], dtype=np.int32)
 STEP = FixedUpdate(5, np.array([1, 4]), np.array([7, -(2**31)]))
 GENESIS = to_wire_entry(genesis(RUN.hex(), 3, weights_digest(WEIGHTS)))
 LOG = [
     GENESIS,
-    LogEntry(17, b"p" * 32, weights_digest(WEIGHTS), step_digest(STEP), 1001, PARTS),
+    LogEntry(17, b"p" * 32, weights_digest(WEIGHTS), step_digest(STEP), 1001, 512, PARTS),
 ]
 PIN = Pin(17, b"e" * 32, b"s" * 32)
 UPDATE = np.array([1, -3, 2**20, -(2**24), 0], dtype=np.int64)
@@ -99,7 +107,7 @@ def refused_frames() -> dict[str, bytes]:
         "Truncated": good[:-1],
         "DigestMismatch": good.replace(b"payload", b"pAyload"),
         "Malformed": b"HTTP" + good[4:],
-        "VersionMismatch": good[:4] + b"\x02" + good[5:],
+        "VersionMismatch": good[:4] + b"\x03" + good[5:],
         "UnknownKind": encode_head(999, b"", 0),
         "Oversize": encode_head(Kind.PING, b"", 1),
         "StreamEnded": b"",

@@ -10,13 +10,15 @@ from fixed_updates import SIZE, ints, vectors
 from hypothesis import given, settings
 from hypothesis import strategies as st
 
-from swarm.consensus.aggregate import Rule, aggregate, combine_groups, norm_limit
+from protocol.limits import WORK_ONE
+from swarm.consensus.aggregate import Rule, aggregate, combine_groups, norm_limit, work_of
 from swarm.consensus.feedback import corrected, correction, unsent
 from swarm.consensus.fixed_point import (
     SCALE_ONE,
     VALUE_LIMIT,
     FixedUpdate,
     compact,
+    exact_dot,
     norm,
     step_digest,
     to_float,
@@ -311,3 +313,71 @@ def test_attack_table() -> None:
     assert max(table[Rule.CLIP]) > max(table[Rule.AGREE]), text
     assert table[Rule.MEDIAN][0] > reference + 0.05, text
     print(text)
+
+
+# --- work: hosts of unequal speed
+
+
+def shorter(update: FixedUpdate, share: float) -> FixedUpdate:
+    return FixedUpdate(update.size, None, (update.values * share).astype(np.int64))
+
+
+def along(update: FixedUpdate, other: FixedUpdate) -> float:
+    """How far `update` goes in the direction of another, in lengths of that."""
+    return exact_dot(update.dense(), other.dense()) / other.squared
+
+
+def test_equal_hosts_are_a_plain_mean() -> None:
+    assert work_of([1000, 1000, 1000]) == 3 * WORK_ONE
+    assert work_of([]) == 0 and work_of([0, 0]) > 0
+
+
+@pytest.mark.parametrize("fast", [1, 2, 3, 7])
+def test_a_slow_host_takes_nothing_from_the_others(fast: int) -> None:
+    """With a tenth of their speed: in a plain mean of two it would halve the other's step."""
+    rng = np.random.default_rng(fast)
+    way = FixedUpdate(4000, None, rng.integers(-(2**18), 2**18, 4000))
+    recent: list[int] = []
+    for _ in range(6):
+        result = aggregate([*[way] * fast, shorter(way, 0.1)], recent_norms=recent)
+        assert along(result.delta, way) > 0.98
+        assert WORK_ONE * fast < result.work < WORK_ONE * (fast + 0.2)
+        recent.append(result.median_norm)
+
+
+def test_of_two_the_faster_one_is_the_measure_also_when_norms_grow() -> None:
+    rng = np.random.default_rng(0)
+    way = FixedUpdate(4000, None, rng.integers(-(2**12), 2**12, 4000))
+    recent: list[int] = []
+    for number in range(12):
+        grown = shorter(way, 1.1**number)
+        result = aggregate([grown, shorter(grown, 0.1)], recent_norms=recent)
+        assert along(result.delta, grown) > 0.98
+        recent.append(result.median_norm)
+
+
+def test_what_two_can_raise_is_bounded() -> None:
+    """A liar beside one honest host: what it may send grows by an eighth a round at most."""
+    rng = np.random.default_rng(0)
+    way = FixedUpdate(4000, None, rng.integers(-(2**12), 2**12, 4000))
+    recent = [norm(way)] * 8
+    for _ in range(4):
+        result = aggregate([way, shorter(way, -100)], recent_norms=recent)
+        recent.append(result.median_norm)
+    assert recent[-1] <= norm(way) * 1.125**4 + 4
+
+
+@given(st.lists(st.integers(0, 2**40), min_size=1, max_size=16))
+def test_work_is_that_of_one_host_at_least_and_of_all_at_most(norms: list[int]) -> None:
+    assert WORK_ONE * (len(norms) // 2) <= work_of(norms) <= WORK_ONE * len(norms)
+    if any(norms):
+        assert work_of(norms) >= WORK_ONE
+
+
+def test_who_sends_little_dilutes_nobody() -> None:
+    """Half of the senders with short updates halved the others' step before."""
+    rng = np.random.default_rng(4)
+    way = FixedUpdate(4000, None, rng.integers(-(2**18), 2**18, 4000))
+    tiny = [shorter(way, 0.07) for _ in range(3)]
+    result = aggregate([*[way] * 4, *tiny], recent_norms=[norm(way)] * 8)
+    assert along(result.delta, way) > 0.95

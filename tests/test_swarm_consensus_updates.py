@@ -74,7 +74,7 @@ def test_the_sender_knows_what_receivers_decode(codec: str, size: int) -> None:
     theirs = UpdateCodec(CodecSpec.parse(codec), size).decode(payload, BLOCK, ROUND, ME)
     assert theirs.same_as(mine)
     assert mine.values.dtype == np.int32
-    assert len(payload) <= updates.max_bytes
+    assert len(payload) <= updates.max_bytes_at(ROUND)
     assert update_digest(payload) == content_digest(payload)
     checked(mine, size)
 
@@ -164,7 +164,7 @@ def test_updates_that_are_no_numbers(value: float) -> None:
     payload = payload_of([0.5, 0.5], "fp32")[:-4] + struct.pack("<f", value)
     with pytest.raises(NonFiniteError):
         UpdateCodec("fp32", 2).decode(payload, BLOCK, ROUND, ME)
-    assert UpdateCodec("fp32", 2).max_bytes >= len(payload)
+    assert UpdateCodec("fp32", 2).max_bytes_at(1) >= len(payload)
 
 
 @settings(max_examples=200, deadline=None)
@@ -207,7 +207,13 @@ def decided(
         for (digest, sender, *_), scale, score in zip(made, result.scales, scores, strict=True)
     ]
     entry = Entry(
-        ROUND, b"p" * 32, weights_digest(after), step_digest(step), result.median_norm, tuple(parts)
+        ROUND,
+        b"p" * 32,
+        weights_digest(after),
+        step_digest(step),
+        result.median_norm,
+        tuple(parts),
+        result.work,
     )
     chosen = [row[2] for row, part in zip(made, parts, strict=True) if part.scale > 0]
     return before, entry, chosen, after, step
@@ -329,7 +335,7 @@ def test_genesis_is_round_zero_on_the_wire() -> None:
 
 
 def test_an_entry_of_somebody_who_is_no_peer() -> None:
-    bad = LogEntry(3, b"p" * 32, b"w" * 32, b"s" * 32, 1, ((b"u" * 32, b"x" * 38, 1, 1),))
+    bad = LogEntry(3, b"p" * 32, b"w" * 32, b"s" * 32, 1, 256, ((b"u" * 32, b"x" * 38, 1, 1),))
     with pytest.raises(Malformed):
         from_wire_entry(bad)
     named = Entry(2, b"p" * 32, b"w" * 32, b"s" * 32, 1, (Contribution(b"u" * 32, "p0", 1),))

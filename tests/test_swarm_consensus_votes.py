@@ -9,7 +9,16 @@ import pytest
 from hypothesis import given
 from hypothesis import strategies as st
 
-from swarm.consensus.votes import Ballot, UpdateRef, Vote, VoteError, agreed_set, checked_vote
+from protocol.limits import DECLINED_PER_VOTE
+from swarm.consensus.votes import (
+    Ballot,
+    Reason,
+    UpdateRef,
+    Vote,
+    VoteError,
+    agreed_set,
+    checked_vote,
+)
 
 BASE = bytes(32)
 
@@ -87,3 +96,16 @@ def test_malformed_votes_are_refused(bad: Vote) -> None:
     checked_vote(vote(0, 1, 2))
     with pytest.raises(VoteError):
         checked_vote(bad)
+
+
+def test_a_vote_declines_each_sender_once_and_only_so_many() -> None:
+    many = tuple((f"p{i:02}", Reason.HARM) for i in range(DECLINED_PER_VOTE))
+    assert checked_vote(replace(vote(0, 1), declined=many)).declined == many
+    for bad in ((*many, ("q", Reason.HARM)), many[::-1], (many[0], ("p00", Reason.FAULT))):
+        with pytest.raises(VoteError):
+            checked_vote(replace(vote(0, 1), declined=bad))
+
+
+def test_reasons_decide_nothing() -> None:
+    declining = replace(vote(0, 0, 1), declined=(("p1", Reason.HARM),))
+    assert agreed_set([declining, vote(1, 1)]) == (ref(1),)

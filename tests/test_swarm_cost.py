@@ -14,6 +14,7 @@ from swarm.cost import (
     HEAD_FLOATS,
     LAYER_FLOATS_PER_WIDTH,
     disk_bytes,
+    encoded_bytes,
     expected_gb_per_day,
     expected_update_bytes,
     parameter_counts,
@@ -72,25 +73,34 @@ def test_memory_grows_with_what_is_held() -> None:
 
 @pytest.mark.parametrize("codec", ["topk:0.02:2:overall", "topk:0.05:4", "topk:0.005:2", "int8"])
 def test_updates_are_as_long_as_expected(codec: str) -> None:
-    runfile = replace(TINY, exchange=replace(TINY.exchange, codec=codec))
+    runfile = replace(TINY, exchange=replace(TINY.exchange, codec=codec, ends_density=0.0))
     update = np.random.default_rng(3).standard_t(4, runfile.parameters(1)).astype(np.float32)
     real = len(encode(update, codec).data)
     assert 0.85 * real < expected_update_bytes(runfile, 1) < 1.15 * real
     assert real <= runfile.max_update_bytes(1)
 
 
+def test_denser_ends_count_for_what_they_are() -> None:
+    plain = replace(TINY, exchange=replace(TINY.exchange, ends_density=0.0))
+    size = TINY.parameters(1)
+    every = [encoded_bytes(TINY.codecs.at(n), size) for n in range(1, TINY.rounds.count + 1)]
+    assert expected_update_bytes(TINY, 1) == pytest.approx(sum(every) / len(every), rel=1e-4)
+    assert expected_update_bytes(TINY, 1) > 1.1 * expected_update_bytes(plain, 1)
+    assert TINY.max_update_bytes(1) > 4 * plain.max_update_bytes(1)
+
+
 def test_gb_per_day_by_hand() -> None:
     alone = replace(TINY, run=replace(TINY.run, model=ModelShape(coupling="independent")))
     update = expected_update_bytes(alone)
     assert expected_gb_per_day(alone, 1) == 0
-    assert expected_gb_per_day(alone, 3) == pytest.approx(7200 * 2 * 2 * update / 1e9)
+    assert expected_gb_per_day(alone, 3) == pytest.approx(21600 * 2 * 2 * update / 1e9)
     # Block 0 of look_ahead follows one log, whose steps hold the updates of both replicas.
-    both = 2 * 7200 * (expected_update_bytes(TINY, 0) + 2 * expected_update_bytes(TINY, 1))
+    both = 2 * 21600 * (expected_update_bytes(TINY, 0) + 2 * expected_update_bytes(TINY, 1))
     assert expected_gb_per_day(TINY, 2, block=0) == pytest.approx(both / 1e9)
     amounts = [expected_gb_per_day(TINY, n) for n in (1, 2, 4, 16)]
     assert amounts == sorted(amounts)
     # Above 16 replicas an update is pulled by its group only; the groups' steps come on top.
-    assert expected_gb_per_day(alone, 32) < 2 * 7200 * 31 * update * 1.1 / 1e9
+    assert expected_gb_per_day(alone, 32) < 2 * 21600 * 31 * update * 1.1 / 1e9
 
 
 def test_disk() -> None:

@@ -181,7 +181,7 @@ class Assembler:
     def _copy(self, run_id: bytes, peers: Peers, block: int) -> BlockCopy:
         exchange = self.run_file.exchange
         first = initial_flat(self.run, block)
-        codec = UpdateCodec(exchange.codec, len(first))
+        codec = UpdateCodec(self.run_file.codecs, len(first))
         settings = FollowSettings(run_id, block, codec, exchange.snapshot_every, Purpose.ASSEMBLY)
         return BlockCopy(settings, first, peers, self._donors)
 

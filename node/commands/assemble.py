@@ -249,7 +249,7 @@ def print_status(found: RunStatus) -> None:
         f"their updates of this round: {facts['update_bytes'] / 1e3:.0f} kB"
     )
     print()
-    print("block  live  round      CE  consensus     agree  update kB  behind by rounds")
+    print("block  live  round      CE  own CE  consensus     agree  update kB  behind by rounds")
     for block in found.blocks:
         print(_block_line(block))
     print()
@@ -259,13 +259,15 @@ def print_status(found: RunStatus) -> None:
 
 def _block_line(block: BlockStatus) -> str:
     behind = [f"{short_peer(r.peer)} ({r.behind_rounds})" for r in block.replicas if not r.live]
-    ce = "-" if block.ce_nats is None else f"{block.ce_nats:.3f}"
+    ce, own = (
+        "-" if nats is None else f"{nats:.3f}" for nats in (block.ce_nats, block.own_ce_nats)
+    )
     sizes = [r.update_bytes for r in block.replicas if r.live and r.update_bytes]
     update = f"{sum(sizes) / len(sizes) / 1e3:.1f}" if sizes else "-"
     number = block.consensus_round if block.consensus_round >= 0 else "-"
     agree = f"{block.agree}/{len(block.replicas)}" if block.replicas else "-"
     line = (
-        f"{block.block:>5}  {block.live:>4}  {number:>5}  {ce:>6}  "
+        f"{block.block:>5}  {block.live:>4}  {number:>5}  {ce:>6}  {own:>6}  "
         f"{block.consensus[:12] or '-':<12}  {agree:>5}  "
         f"{update:>9}  {', '.join(behind) or '-'}"
     )

@@ -27,18 +27,20 @@ if TYPE_CHECKING:
 @click.option(
     "--rounds",
     type=click.IntRange(4, 1000),
-    default=24,
+    default=80,
     show_default=True,
-    help="Rounds of 6 seconds to train for.",
+    help="Rounds of 1.5 seconds to train for.",
 )
 @click.option("--json", "as_json", is_flag=True, help="One JSON object on stdout.")
 def demo(out: Path, rounds: int, as_json: bool) -> None:
     """Start a seed and six workers on four blocks, train, exchange, assemble, let it write.
 
     Every worker is a process of its own with its own p2pd, as on seven machines. Half way one is
-    killed and another joins. Takes under 4 minutes on 2 cores; nothing is left running.
+    killed and another joins. Then the same is trained on one machine without a swarm, to compare.
+    Takes under 4 minutes on 2 cores; nothing is left running.
     """
-    from node.commands.demo_swarm import demo_run, run_demo
+    from node.commands.demo_alone import train_alone
+    from node.commands.demo_swarm import EVALUATION_BYTES, demo_run, run_demo
     from node.local.jobs import load_composed, write_text
     from node.machine.device import make_deterministic
     from swarm.writing.generate import Sampling
@@ -46,6 +48,8 @@ def demo(out: Path, rounds: int, as_json: bool) -> None:
     run = demo_run(rounds)
     found = run_demo(out, say, run)
     make_deterministic(1)
+    alone = train_alone(run, EVALUATION_BYTES, say)
+    found["ce_alone_same_steps"], found["steps_of_a_host"] = alone["ce_nats"], alone["steps"]
     composed = load_composed(Path(found["model"]), (), {"device": "cpu", "threads": 1})
     written = write_text(composed, "def ", 200, Sampling(), None)
     found["text"] = written["prompt"] + written["text"]
@@ -95,6 +99,18 @@ def _print(found: dict[str, Any]) -> None:
     print(f"\nCE {before:.3f} -> {after:.3f} nats per byte (assembled, honest, held-out text)")
     for index, ce in enumerate(assembled["block_ce_nats"]):
         print(f"  block {index} alone  " + ("left out" if ce is None else f"{ce:.3f}"))
+    print(
+        f"CE {found['ce_alone_same_steps']:.3f} on one machine without a swarm: "
+        f"one worker a block, the same {found['steps_of_a_host']} steps"
+    )
+    print("each host's own weights and its block's consensus, on its own held-out text:")
+    for host in found["hosts"]:
+        ces = [host["own_ce_nats"], host["consensus_ce_nats"]]
+        own, consensus = ("-" if ce is None else f"{ce:.3f}" for ce in ces)
+        print(
+            f"  {host['name']:<9} block {host['block']}  {host['steps']:>4} steps  "
+            f"own {own}  consensus {consensus}"
+        )
     print(f"moved {moved / 1e6:.2f} MB among {found['workers']} hosts, every frame counted once")
     for purpose, count in sorted(found["bytes_by_purpose"].items(), key=lambda item: -item[1]):
         print(f"  {purpose:<10} {count / 1e6:8.3f} MB")

@@ -13,6 +13,7 @@ import json
 import os
 import shutil
 import signal
+import statistics
 import subprocess
 import sys
 import time
@@ -28,16 +29,26 @@ from node.machine.child_process import leave_with_parent
 from protocol.errors import BlockswarmError, UsageError
 from swarm.events import EventError, LogEvent, NodeEvent, RoundEvent, from_line
 from swarm.run import ModelShape, Run, Training
-from swarm.runfile import DataRules, ExchangeRules, RoundSchedule, RunFile, parse, scheduled_steps
+from swarm.runfile import (
+    DataRules,
+    ExchangeRules,
+    RoundSchedule,
+    RunFile,
+    parse,
+    scheduled_steps,
+    with_start,
+)
 
 WORKERS = 7  # the seed, and six that join
 LATECOMER = WORKERS
-ROUNDS = 24
-PERIOD_S = 6.0
+ROUNDS = 80
+PERIOD_S = 1.5
+LEAD_S = 24.0  # from the seed's start to the run's: by then the others have joined
 START_S = 120.0
 LEAVE_S = 12.0
 ASSEMBLE_S = 240.0  # a busy machine; seconds on an idle one
 EVALUATION_BYTES = 32768
+SHOWN_ROUNDS = 8
 REPLACED = ("run.toml", "hosts", "model", "report.html")
 
 
@@ -48,10 +59,16 @@ class DemoError(BlockswarmError):
 def demo_run(rounds: int = ROUNDS, period_s: float = PERIOD_S) -> RunFile:
     """Small enough for 7 workers on 2 cores."""
     shape = ModelShape(blocks=4, layers=1, width=96, heads=4, context=96)
-    training = Training(steps_per_round=20, short_rounds=0, warmup_steps=20, learning_rate=4e-3)
-    schedule = RoundSchedule(0, period_s, rounds, 0.6, 1.8, 0.7, 0.5)
+    training = Training(
+        steps_per_round=6,
+        short_rounds=0,
+        warmup_steps=20,
+        learning_rate=5e-3,
+        replica_power=0.5,
+    )
+    schedule = RoundSchedule(0, period_s, rounds, 0.15, 0.5, 0.2, 0.18)
     training = replace(training, steps=scheduled_steps(training, rounds))
-    exchange = ExchangeRules("topk:0.05:2:overall", snapshot_every=8, min_replicas=1)
+    exchange = ExchangeRules("topk:0.05:2:overall", 16, min_replicas=1, ends_density=0.5)
     return RunFile(
         "demo", Run(shape, training=training), DataRules("python", ""), schedule, exchange
     )
@@ -237,7 +254,8 @@ def run_demo(folder: Path, say: Callable[[str], None], run: RunFile) -> dict[str
     began = time.monotonic()
     take_folder(folder)
     run_path = folder / "run.toml"
-    write_atomically(run_path, lambda half: _put(half, emit(run)))
+    text = with_start(emit(run), int(time.time() + LEAD_S))
+    write_atomically(run_path, lambda half: _put(half, text))
     blocks = run.run.model.blocks
     with swarm_in(folder) as swarm:
         say(f"starting a seed and {WORKERS - 1} workers on {blocks} blocks")
@@ -248,7 +266,7 @@ def run_demo(folder: Path, say: Callable[[str], None], run: RunFile) -> dict[str
         for number in range(1, WORKERS):
             swarm.start(f"worker-{number}", "join", address, "--block", str(number % blocks))
         swarm.until(lambda: all(w.training for w in swarm.workers), "training", START_S)
-        say(f"all of them train after {time.monotonic() - began:.0f} s")
+        say(f"all of them are there after {time.monotonic() - began:.0f} s")
         half = run.rounds.count // 2
         _watch(swarm, half, say)
         victim = swarm.workers[WORKERS - 1]
@@ -267,6 +285,29 @@ def run_demo(folder: Path, say: Callable[[str], None], run: RunFile) -> dict[str
     return figures
 
 
+def _host_facts(worker: Worker) -> dict[str, Any]:
+    """What a host did, and what its own weights and its block's consensus came to."""
+    rounds = worker.rounds
+    own = [event.local_ce_nats for event in rounds if event.local_ce_nats is not None]
+    consensus = [e.consensus_ce_nats for e in rounds if e.consensus_ce_nats is not None]
+    return {
+        "name": worker.name,
+        "block": rounds[-1].block if rounds else None,
+        "steps": sum(event.steps for event in rounds),
+        "rounds": len(rounds),
+        "own_ce_nats": own[-1] if own else None,
+        "consensus_ce_nats": consensus[-1] if consensus else None,
+    }
+
+
+def _lag_nats(worker: Worker) -> float | None:
+    """How far the consensus was behind the host's own weights when both were measured last."""
+    for event in reversed(worker.rounds):
+        if event.local_ce_nats is not None and event.consensus_ce_nats is not None:
+            return event.consensus_ce_nats - event.local_ce_nats
+    return None
+
+
 def _watch(swarm: DemoSwarm, until_round: int, say: Callable[[str], None]) -> None:
     """Wait until the seed has closed a round, saying how it goes on the way."""
     shown = -1
@@ -274,7 +315,7 @@ def _watch(swarm: DemoSwarm, until_round: int, say: Callable[[str], None]) -> No
     def reached() -> bool:
         nonlocal shown
         newest = max((e.round for w in swarm.workers for e in w.rounds), default=-1)
-        if newest > shown and newest % 4 == 0:
+        if newest > shown and newest % SHOWN_ROUNDS == 0:
             shown = newest
             losses = [w.rounds[-1].consensus_ce_nats for w in swarm.workers if w.rounds]
             known = [ce for ce in losses if ce is not None]
@@ -283,7 +324,7 @@ def _watch(swarm: DemoSwarm, until_round: int, say: Callable[[str], None]) -> No
             say(f"round {newest}{ce}  {agreed} distinct consensus states")
         return newest >= until_round - 1
 
-    swarm.until(reached, f"round {until_round}", START_S + 20 * PERIOD_S + until_round * PERIOD_S)
+    swarm.until(reached, f"round {until_round}", START_S + LEAD_S + (20 + until_round) * PERIOD_S)
 
 
 def assemble(address: str, model: Path) -> dict[str, Any]:
@@ -313,8 +354,12 @@ def _figures(swarm: DemoSwarm, assembled: dict[str, Any]) -> dict[str, Any]:
             for part in event.traffic:
                 # Both ends count a byte; what was sent is enough.
                 by_purpose[part.purpose] = by_purpose.get(part.purpose, 0) + part.sent_bytes
+    lags = [lag for worker in swarm.workers if (lag := _lag_nats(worker)) is not None]
     return {
         "assembled": assembled,
+        "ce_end": assembled["ce_nats"],
+        "consensus_lag_nats": statistics.fmean(lags) if lags else None,
+        "hosts": [_host_facts(worker) for worker in swarm.workers],
         "bytes_moved": sum(by_purpose.values()),
         "bytes_by_purpose": by_purpose,
         "updates_sent": sent,

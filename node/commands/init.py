@@ -14,7 +14,7 @@ import click
 
 from node.commands.options import Place
 from protocol.errors import UsageError
-from swarm.run_template import PRESETS, emit, preset
+from swarm.run_template import PRESETS, Wishes, emit, preset
 
 if TYPE_CHECKING:
     from swarm.runfile import RunFile
@@ -38,20 +38,49 @@ if TYPE_CHECKING:
     show_default=True,
     help="Of the first weights, the targets and the noise.",
 )
+@click.option(
+    "--hours",
+    type=click.FloatRange(0, 10**5, min_open=True),
+    default=None,
+    help="How long the run is (default: the preset's).",
+)
+@click.option(
+    "--steps-per-s",
+    type=click.FloatRange(0, 10**4, min_open=True),
+    default=None,
+    help="Steps that a host makes in a second (default: the preset's). Rounds follow from it.",
+)
+@click.option(
+    "--gb-per-day",
+    type=click.FloatRange(0, 10**6, min_open=True),
+    default=None,
+    help="What a host may move, both ways, with 4 on every block. Less makes updates sparser.",
+)
 @click.option("--force", is_flag=True, help="Replace the file that is there.")
-def init(path: Path, preset_name: str, name: str | None, seed: int, force: bool) -> None:
+def init(
+    path: Path,
+    preset_name: str,
+    name: str | None,
+    seed: int,
+    hours: float | None,
+    steps_per_s: float | None,
+    gb_per_day: float | None,
+    force: bool,
+) -> None:
     """Write a commented run file: model, data, rounds and rules of a new swarm.
 
     \b
       blockswarm init                             run.toml, preset tiny
       blockswarm init big.toml --preset large     another file, another preset
+      blockswarm init --hours 8 --gb-per-day 2    rounds and updates that fit
 
     PATH is the file to write (default: run.toml). It says what the run will cost a host. Edit it
     as you like, then start the swarm with `blockswarm seed PATH`.
     """
     from node.machine.atomic import write_atomically
 
-    runfile = preset(preset_name, name or preset_name, seed)
+    wishes = Wishes(hours, steps_per_s, gb_per_day)
+    runfile = preset(preset_name, name or preset_name, seed, wishes)
     shown = shlex.quote(str(path))
     if path.exists() and not force:
         raise UsageError(
@@ -65,6 +94,8 @@ def init(path: Path, preset_name: str, name: str | None, seed: int, force: bool)
 
     write_atomically(path, write)
     print(f"wrote {path}: {summary(runfile)}")
+    for line in sparse_warning(runfile):
+        print(line)
     print(f"read it, change what you like, then: blockswarm seed {shown}")
 
 
@@ -81,6 +112,20 @@ def summary(runfile: RunFile) -> str:
         f"up to {worker_memory_bytes(runfile) / 1e9:.1f} GB of memory; with {hosts} hosts on each "
         f"block it moves up to {expected_gb_per_day(runfile, hosts):.1f} GB per day, both ways"
     )
+
+
+def sparse_warning(runfile: RunFile) -> list[str]:
+    """What a run pays for updates that are too sparse for its length."""
+    from swarm.plan import ENOUGH_COVERAGE
+
+    coverage = runfile.codecs.mean(lambda codec: codec.density) * runfile.rounds.count
+    if coverage >= ENOUGH_COVERAGE:
+        return []
+    return [
+        f"warning: each weight is sent only {coverage:.1f} times in the whole run. Below "
+        f"{ENOUGH_COVERAGE:g} the consensus lags behind its hosts;",
+        "  make the run longer (--hours), or allow more bytes (--gb-per-day)",
+    ]
 
 
 def _duration(seconds: float) -> str:

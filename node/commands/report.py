@@ -318,7 +318,9 @@ def _print(reports: Sequence[RunReport], written: Sequence[str]) -> None:
         hosts = sum(host.logged for host in one.hosts)
         print(f"{_cell(one.name)}: {hosts} hosts, {len(one.blocks)} blocks, {one.seconds:.0f} s")
         first, last = number(one.first_ce_nats), number(one.last_ce_nats)
+        own = number(one.last_own_ce_nats)
         print(f"  CE of the consensus {first} -> {last} nats per byte, mean of the blocks")
+        print(f"  CE of the hosts' own weights at the end {own}")
         print(f"  moved {size(one.moved_bytes)} ({one.counting}: {one.counting_reason})")
         print(
             f"  GB per nat {gb(one.gb_per_nat)} since the first measurement, "

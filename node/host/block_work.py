@@ -103,7 +103,7 @@ class BlockWork:
         self.training = self._new_training()
         exchange = self.run_file.exchange
         size = flat_size(initial_block(self.run_spec, block))
-        self.codec = UpdateCodec(exchange.codec, size)
+        self.codec = UpdateCodec(self.run_file.codecs, size)
         self.board = ReplicaBoard(
             self.network,
             self.peers,
@@ -133,7 +133,11 @@ class BlockWork:
             self.now_s,
             self.training.trainer.renew_copies,
         )
-        self.canary = CanaryWatch(self.replica, self.training.trainer.evaluate)
+        self.canary = CanaryWatch(
+            self.replica,
+            self.training.trainer.evaluate,
+            judges=bool(self.run_file.data.sha256),
+        )
         self.ended = False
         self._began_round: int | None = None
         self._local_ce_due = 0  # the round from which on it is measured again
@@ -331,6 +335,7 @@ class BlockWork:
             self._local_ce_due = number + LOCAL_CE_EVERY
             running = await trainer.snapshot()
             measured.local_ce_nats = await trainer.evaluate(running)
+            measured.newest_own_ce_nats = measured.local_ce_nats
 
     # What others say.
 

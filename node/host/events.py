@@ -26,6 +26,7 @@ class Measured:
     local_ce_nats: float | None = None
     consensus_ce_nats: float | None = None
     newest_ce_nats: float | None = None  # of the consensus, in whichever round it was measured
+    newest_own_ce_nats: float | None = None  # of the running weights, likewise
     of_process: int = 0  # steps of the running training process, which counts from its start
 
     def hear_progress(self, progress: Mapping[str, object]) -> None:
@@ -37,6 +38,10 @@ class Measured:
 
     def new_process(self) -> None:
         self.of_process = 0
+
+    def forget_block(self) -> None:
+        """The host works on another one now."""
+        self.newest_ce_nats = self.newest_own_ce_nats = None
 
     def forget_ce(self) -> None:
         """It was written down; a line never repeats what was measured in another round."""
@@ -88,6 +93,8 @@ class EventWriter:
             consensus_ce_nats=_finite(measured.consensus_ce_nats),
             steps=steps,
             copy_ages_rounds=copy_ages,
+            declined=tuple(Refusal(peer, why) for peer, why in report.declined),
+            replicas=round(log.replicas(), 2),
         )
         measured.forget_ce()
         return event

@@ -48,7 +48,7 @@ async def first_consensus(
     settings = FollowSettings(
         network.settings.run_id,
         block,
-        UpdateCodec(exchange.codec, flat_size(initial_block(run, block))),
+        UpdateCodec(run_file.codecs, flat_size(initial_block(run, block))),
         exchange.snapshot_every,
         Purpose.CATCH_UP,
         to_train=True,

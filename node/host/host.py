@@ -85,9 +85,15 @@ class Host:
     def _status(self) -> Status:
         if self.work is None:
             return Status(self._role(), 0, ())
-        ce_nats = self.writer.measured.newest_ce_nats
+        measured = self.writer.measured
         number = max(self.work.replica.state.round, 0)
-        return Status(self._role(), number, (self.block,), ce_nats)
+        return Status(
+            self._role(),
+            number,
+            (self.block,),
+            measured.newest_ce_nats,
+            measured.newest_own_ce_nats,
+        )
 
     def _role(self) -> int:
         role = Role.REPLICA
@@ -204,7 +210,7 @@ class Host:
         detail = f"from block {self.block} to block {target}, which has too few hosts"
         self._note("moved_block", detail, facts)
         self.block, self.work = target, None
-        self.writer.measured.newest_ce_nats = None
+        self.writer.measured.forget_block()
 
     # While it works.
 

@@ -7,7 +7,7 @@ host and the supervisor of several show the same things. `node.console.terminal`
 
 from __future__ import annotations
 
-from collections import deque
+from collections import Counter, deque
 from collections.abc import Iterable, Sequence
 from dataclasses import dataclass, field
 
@@ -30,6 +30,10 @@ def verdict(event: RoundEvent) -> str:
         return "not counted yet" if event.update_bytes else "not sent (not ready in time)"
     if event.peer in event.left_out:
         return "left out (an outlier)"
+    if event.declined:
+        why, said = Counter(one.reason for one in event.declined).most_common(1)[0]
+        hosts = f"{said} of {event.voters} hosts" if event.voters else f"{said} hosts"
+        return f"left out (by {hosts}: {why})"
     if event.outcome == "undecided":
         return "left out (no majority)"
     if event.outcome == "empty":

@@ -59,8 +59,11 @@ class Training:
 
         async def give() -> None:
             training = self.run_file.run.training
-            first = scheduled_steps(training, number)
-            await self.trainer.begin_round(first, training.steps_in_round(number))
+            await self.trainer.begin_round(
+                scheduled_steps(training, number),
+                training.steps_in_round(number),
+                training.rate_factor(replica.state.log.replicas()),
+            )
 
         if 0 <= number < self.run_file.rounds.count:
             replica.running.queue.put(give)

@@ -52,7 +52,7 @@ class Copies:
         run, exchange = run_file.run, run_file.exchange
         self.followers: dict[int, Follower] = {}
         for other in followed_blocks(run.model, block):
-            codec = UpdateCodec(exchange.codec, flat_size(initial_block(run, other)))
+            codec = UpdateCodec(run_file.codecs, flat_size(initial_block(run, other)))
             settings = FollowSettings(
                 run_id,
                 other,

@@ -132,7 +132,8 @@ class LogFetcher:
             digest=entry.digest,
             purpose=self.purpose,
         )
-        most = len(included) * (self.codec.max_bytes + 16) + 64
+        longest = self.codec.max_bytes_at(entry.round)
+        most = len(included) * (longest + 16) + 64
         for donor in donors:
             try:
                 _, payload = await self.peers.ask(
@@ -141,7 +142,7 @@ class LogFetcher:
             except WireError:
                 continue
             with suppress(WireError):  # what came whole and is not even a list is a lie too
-                updates = unpack_updates(payload, self.codec.max_bytes)
+                updates = unpack_updates(payload, longest)
                 if [content_digest(update) for update in updates] == included:
                     return updates
             self.liars.append(donor)

@@ -336,6 +336,12 @@ class Status:
     round: int
     blocks: tuple[int, ...] = ()
     ce_nats: float | None = None  # of the consensus, as measured here last
+    own_ce_nats: float | None = None  # of the running weights, likewise
+
+
+def sayable_ce(nats: float | None) -> float:
+    """As a hello says it: 0 is none, or one that is no number."""
+    return nats if nats is not None and 0 < nats < CE_MAX_NATS else 0.0
 
 
 def serve_basics(
@@ -364,7 +370,8 @@ def serve_basics(
                 now_s=clock(),
                 blocks=now.blocks,
                 agent=AGENT,
-                ce_nats=now.ce_nats if now.ce_nats and 0 < now.ce_nats < CE_MAX_NATS else 0.0,
+                ce_nats=sayable_ce(now.ce_nats),
+                own_ce_nats=sayable_ce(now.own_ce_nats),
             )
         )
 

@@ -111,6 +111,7 @@ def _computed(
         step_digest(made),
         result.median_norm,
         tuple(parts),
+        result.work,
     )
     included = [held[c.digest].payload for c in parts if c.scale > 0]
     # Here, beside the loop: to read a gigabyte once more takes half a second.

@@ -5,6 +5,10 @@ means. The verdict is an event of the round like any other; whom it excludes is 
 votes. All of it together takes at most a fixed share of the training process's time: after a
 measurement, or after up to 18 of them in an alarm or an audit, the canary rests so many times as
 long.
+
+It judges only where all hosts are known to have the same text (`data.sha256` in the run file): what
+a host learns from code makes another's prose worse for a while, and is no harm. Elsewhere it
+measures, and blames nobody.
 """
 
 from __future__ import annotations
@@ -38,7 +42,8 @@ Blamed = Callable[[float, Mapping[str, float], str], list[str]]
 
 
 class CanaryWatch:
-    """Watches one replica. `evaluate` is the trainer's: CE of weights on held-out text."""
+    """Watches one replica. `evaluate` is the trainer's: CE of weights on held-out text. Without
+    `judges` it only measures."""
 
     def __init__(
         self,
@@ -46,11 +51,12 @@ class CanaryWatch:
         evaluate: Evaluate,
         canary: Canary | None = None,
         time_share: float = TIME_SHARE,
+        judges: bool = True,
         clock: Callable[[], float] = time.monotonic,
     ) -> None:
         self.replica, self.evaluate, self.clock = replica, evaluate, clock
         self.canary = canary or Canary()
-        self.time_share = time_share
+        self.time_share, self.judges = time_share, judges
         self._rests_until_s = -1.0
         self._busy = False
 
@@ -71,6 +77,8 @@ class CanaryWatch:
         log, consensus = self.replica.state.log, self.replica.consensus.copy()
         head = log.head.digest
         loss_nats = await self.evaluate(to_float(consensus.weights))
+        if not self.judges:
+            return loss_nats
         self.canary, alarm = self.canary.with_loss(head, loss_nats)
         harmful: list[str] = []
         if alarm:

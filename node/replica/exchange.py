@@ -129,7 +129,7 @@ class Exchange:
         self, holder: str, ref: UpdateRef, request: messages.UpdateRequest, left_s: float
     ) -> bytes | act.UpdateArrived | None:
         """The bytes of this name, or None; a sender's own oversized answer is a refusal."""
-        most = self.settings.codec.max_bytes
+        most = self.settings.codec.max_bytes_at(request.round)
         try:
             _, payload = await self.peers.ask(holder, request, messages.UpdateReply, left_s, most)
         except Oversize as error:

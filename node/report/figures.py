@@ -39,6 +39,9 @@ COUNT_SENT = "sent"
 COUNT_BOTH = "sent+received"
 
 
+WHICH = ("consensus", "local")  # whose CE: the consensus', or that of running weights
+
+
 @dataclass(frozen=True)
 class Scale:
     """What of the run file turns steps into bytes."""
@@ -85,6 +88,7 @@ class BlockRow:
     first_ce_nats: float | None
     last_ce_nats: float | None
     best_ce_nats: float | None
+    last_own_ce_nats: float | None  # of its hosts' running weights
 
 
 @dataclass(frozen=True)
@@ -101,6 +105,7 @@ class RunReport:
     steps: int
     first_ce_nats: float | None
     last_ce_nats: float | None
+    last_own_ce_nats: float | None  # of the hosts' running weights
     outcomes: dict[str, int]
     blocks: tuple[BlockRow, ...]
     hosts: tuple[HostRow, ...]
@@ -143,6 +148,7 @@ class RunReport:
             "gb_per_nat_from_uniform": self.gb_per_nat_from_uniform,
             "first_ce_nats": self.first_ce_nats,
             "last_ce_nats": self.last_ce_nats,
+            "last_own_ce_nats": self.last_own_ce_nats,
             "steps": self.steps,
             "seen_bytes": self.seen_bytes,
             "outcomes": self.outcomes,
@@ -191,6 +197,7 @@ def analyse(name: str, logs: Sequence[Log], scale: Scale | None) -> RunReport:
         steps=sum(steps),
         first_ce_nats=_mean([b.first_ce_nats for b in measured]),
         last_ce_nats=_mean([b.last_ce_nats for b in measured]),
+        last_own_ce_nats=_mean([b.last_own_ce_nats for b in measured]),
         outcomes=dict(Counter(e.outcome for e in rounds)),
         blocks=blocks,
         hosts=tuple(host_rows(events, rows)),
@@ -285,7 +292,7 @@ def _purposes(rounds: Sequence[RoundEvent], counting: str) -> dict[str, int]:
 
 def _series(rows: Sequence[RoundRow], scale: Scale | None) -> tuple[CeSeries, ...]:
     out: list[CeSeries] = []
-    for which in ("consensus", "local"):
+    for which in WHICH:
         points = _measured(rows, which, scale)
         found = [CeSeries(block, which, tuple(points[block])) for block in sorted(points)]
         if len(found) > 1:
@@ -347,9 +354,10 @@ def _block(
     series: Iterable[CeSeries],
 ) -> BlockRow:
     counts = [n for (b, _), n in heads.items() if b == block]
-    found = [
-        p.ce_nats for s in series if (s.block, s.which) == (block, "consensus") for p in s.points
-    ]
+    found, local = (
+        [p.ce_nats for s in series if (s.block, s.which) == (block, which) for p in s.points]
+        for which in WHICH
+    )
     return BlockRow(
         block=block,
         hosts=len({e.peer for e in own}),
@@ -361,4 +369,5 @@ def _block(
         first_ce_nats=found[0] if found else None,
         last_ce_nats=found[-1] if found else None,
         best_ce_nats=min(found, default=None),
+        last_own_ce_nats=local[-1] if local else None,
     )

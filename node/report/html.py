@@ -335,7 +335,7 @@ def _blocks(report: RunReport) -> str:
     cells: dict[str, dict[int, str]] = defaultdict(dict)
     for (block, round_), heads in report.heads.items():
         cells[f"block {block}"][round_] = HEADS[-min(heads, len(HEADS))]
-    head = "block|hosts|rounds|decided|compared|one head|most heads|first CE|last CE|best CE"
+    head = "block|hosts|rounds|decided|compared|one head|most heads|first CE|last CE|best CE|own CE"
     rows = [
         [
             str(b.block),
@@ -348,6 +348,7 @@ def _blocks(report: RunReport) -> str:
             number(b.first_ce_nats),
             number(b.last_ce_nats),
             number(b.best_ce_nats),
+            number(b.last_own_ce_nats),
         ]
         for b in report.blocks
     ]

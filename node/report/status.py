@@ -44,6 +44,7 @@ class ReplicaStatus:
     update_bytes: int
     expires_in_s: float
     ce_nats: float | None = None  # of the consensus, by its own measurement; None: not asked
+    own_ce_nats: float | None = None  # of its running weights, likewise
 
     @property
     def live(self) -> bool:
@@ -75,8 +76,12 @@ class BlockStatus:
     @property
     def ce_nats(self) -> float | None:
         """The median of what its replicas measured: each on its own bytes, and one may lie."""
-        known = [r.ce_nats for r in self.replicas if r.ce_nats is not None]
-        return statistics.median(known) if known else None
+        return _median([r.ce_nats for r in self.replicas])
+
+    @property
+    def own_ce_nats(self) -> float | None:
+        """The same of what its replicas' own weights have."""
+        return _median([r.own_ce_nats for r in self.replicas])
 
     @property
     def live(self) -> int:
@@ -127,7 +132,8 @@ class RunStatus:
                 for one, r in zip(row["replicas"], block.replicas, strict=True)
             ]
             behind = [r.peer for r in block.replicas if not r.live]
-            blocks.append({**row, "live": block.live, "behind": behind, "ce_nats": block.ce_nats})
+            ce = {"ce_nats": block.ce_nats, "own_ce_nats": block.own_ce_nats}
+            blocks.append({**row, "live": block.live, "behind": behind, **ce})
         peers = {replica.peer for block in self.blocks for replica in block.replicas}
         return {
             "run": self.run,
@@ -190,7 +196,7 @@ async def look(
             found = ()
         wanted = exchange.min_replicas if needed is None else needed
         status = block_status(block, found, current, wanted, now_s)
-        codec = UpdateCodec(exchange.codec, run_file.parameters(block))
+        codec = UpdateCodec(run_file.codecs, run_file.parameters(block))
         fetcher = LogFetcher(peers, run_id, block, codec, Purpose.CONTROL)
         last, replicas = await asyncio.gather(
             _last_round(fetcher, status), _with_ce(peers, run_id, status)
@@ -222,12 +228,22 @@ async def _with_ce(peers: Peers, run_id: bytes, status: BlockStatus) -> tuple[Re
     """The replicas, some live ones of them with the CE that they say."""
     asked = [r.peer for r in status.replicas if r.live][:ASKED_PER_BLOCK]
 
-    async def ask(peer: str) -> float | None:
+    async def ask(peer: str) -> HelloReply | None:
         try:
             reply, _ = await peers.ask(peer, Hello(run=run_id), HelloReply, ASK_S)
         except WireError:
             return None
-        return reply.ce_nats or None
+        return reply
 
     said = dict(zip(asked, await asyncio.gather(*map(ask, asked)), strict=True))
-    return tuple(replace(r, ce_nats=said.get(r.peer)) for r in status.replicas)
+    return tuple(
+        replace(r, ce_nats=reply.ce_nats or None, own_ce_nats=reply.own_ce_nats or None)
+        if (reply := said.get(r.peer)) is not None
+        else r
+        for r in status.replicas
+    )
+
+
+def _median(values: Sequence[float | None]) -> float | None:
+    known = [value for value in values if value is not None]
+    return statistics.median(known) if known else None

@@ -136,7 +136,7 @@ class RunSource:
                 FollowSettings(
                     run_id,
                     block,
-                    UpdateCodec(run_file.exchange.codec, flat_size(initial_block(run, block))),
+                    UpdateCodec(run_file.codecs, flat_size(initial_block(run, block))),
                     run_file.exchange.snapshot_every,
                     Purpose.SERVING,
                 ),

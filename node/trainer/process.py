@@ -201,8 +201,9 @@ class _Trainer:
 
     def _obey(self, order: dict[str, Any]) -> dict[str, Any]:
         match order["op"]:
-            case "round":  # {step, steps}: where the schedule stands, and how many steps to do
+            case "round":  # where the schedule stands, how many steps to do, and how fast
                 self.worker.steps_done = order["step"]
+                self.worker.rate_factor = order["rate_factor"]
                 self.budget = order["steps"]
                 return {}
             case "copies":  # {blocks}: these were renewed in shared memory

@@ -125,8 +125,10 @@ class Trainer:
 
     # Orders.
 
-    async def begin_round(self, step: int, steps: int) -> None:
-        await self._order({"op": "round", "step": step, "steps": steps})
+    async def begin_round(self, step: int, steps: int, rate_factor: float = 1.0) -> None:
+        """It may do so many steps, the first of which is `step` of the schedule."""
+        order = {"op": "round", "step": step, "steps": steps, "rate_factor": rate_factor}
+        await self._order(order)
 
     async def renew_copies(self, copies: Mapping[int, Quanta]) -> None:
         """Give it newer versions of the blocks that it reads."""

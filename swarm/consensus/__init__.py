@@ -9,5 +9,6 @@ votes          votes, and the set that they agree on
 log            the consensus of a block as a log
 forks          which branch a replica should stand on
 trust          whom a replica listens to; the canary
+schedule       how dense the updates of each exchange are
 updates        updates, votes and log entries between the round and the wire
 """

@@ -54,6 +54,7 @@ from math import isqrt
 
 import numpy as np
 
+from protocol.limits import WORK_ONE
 from swarm.consensus.fixed_point import (
     SCALE_ONE,
     FixedUpdate,
@@ -75,6 +76,7 @@ AGREED_X1024 = 10  # below 0.01 the others agree on nothing that could be oppose
 NOW_DEVIATIONS_SQUARED = 3**2  # of a cosine of random signs, 1 / sqrt(coordinates): seldom as large
 MEAN_DEVIATIONS_SQUARED = 5**2  # of the others' scores about their averages; rounds are not quite
 # independent, since their trends overlap
+PAIR_TIMES = 12  # one of two hosts may be ten times as fast as the other
 SILENT_X16 = 1  # below 1/16 of the recent norms an update says nothing
 MIN_PAST = 3  # an average speaks only with so many rounds behind it
 
@@ -120,6 +122,8 @@ def _reference(norms: Sequence[int], recent_norms: Sequence[int]) -> int:
     allowed = norm_limit(recent_norms)
     if len(norms) == 1 and allowed is not None:
         return min(median, allowed * 16 // CLIP_X16)
+    if len(norms) == 2:  # see `_norm_to_log`
+        return max(median, _recent(recent_norms)) if recent_norms else upper_median(norms)
     return max(median, lower_median(recent_norms) if recent_norms else 0)
 
 
@@ -136,8 +140,17 @@ def _silent(norms: Sequence[int], recent_norms: Sequence[int]) -> set[int]:
 
 def _norm_to_log(norms: Sequence[int], recent_norms: Sequence[int]) -> int:
     """What the log keeps of a round's norms: the median, and where two are in the middle, what is
-    nearest to the last rounds. So it takes more than half of the senders to move it either way."""
+    nearest to the last rounds. So it takes more than half of the senders to move it either way.
+
+    Of two senders one may be slow, and must not hold the other back: the longer update is the
+    measure, up to 12 times the shorter one, as long as it grows by no more than an eighth a round.
+    Two cannot outvote each other in anything; that is how far a liar can raise what its only
+    partner accepts.
+    """
     recent = lower_median(recent_norms) if recent_norms else 0
+    if len(norms) == 2:
+        last, most = _recent(recent_norms), PAIR_TIMES * lower_median(norms)
+        recent = min(last + last // 8 if last else upper_median(norms), most)
     return min(max(lower_median(norms), recent), upper_median(norms))
 
 
@@ -161,6 +174,7 @@ class Aggregate:
     scales: tuple[int, ...]
     median_norm: int
     scores: tuple[int, ...] = ()
+    work: int = 0  # of all of them together: see `work_of`
 
     @property
     def contributors(self) -> int:
@@ -312,7 +326,9 @@ def aggregate(
     silent = _silent(norms, recent_norms)
     heard = [length for i, length in enumerate(norms) if i not in silent] or [0]
     reference = _reference(heard, recent_norms)
-    median_norm = min(_norm_to_log(heard, recent_norms), reference)
+    median_norm = _norm_to_log(heard, recent_norms)
+    if len(heard) != 2:  # of two it is bounded already
+        median_norm = min(median_norm, reference)
     scales = [SCALE_ONE] * len(updates)
     if rule is not Rule.MEAN:
         scales = [clip_scale(length, reference * CLIP_X16 // 16) for length in norms]
@@ -331,13 +347,32 @@ def aggregate(
             median_norm = min(median_norm, _recent(recent_norms))  # a lie raises no limit
     else:
         total = summed([(update, 1) for update in clipped])
-    delta = mean_step(total, max(sum(scale > 0 for scale in scales), 1))
-    return Aggregate(delta, tuple(scales), median_norm, tuple(scores))
+    kept = [i for i, scale in enumerate(scales) if scale]
+    work = WORK_ONE * len(kept)
+    if rule is Rule.AGREE:
+        work = work_of([isqrt(squares[i]) for i in kept])
+    delta = mean_step(total, max(work, WORK_ONE))
+    return Aggregate(delta, tuple(scales), median_norm, tuple(scores), work)
+
+
+def work_of(norms: Sequence[int]) -> int:
+    """What updates of these lengths come to together, in 1/256 of a host that did as most did.
+
+    A host with a tenth of the others' speed makes a tenth of the steps, and in a plain mean its
+    short update would take away from theirs what it does not add. So an update shorter than the
+    median counts for as much as it is long. A length can be measured where a number of steps can
+    only be claimed; who sends less than it did moves the others' mean less, and who sends more is
+    clipped. Of two there is no middle: the longer one is the measure.
+    """
+    if not norms:
+        return 0
+    usual = max(upper_median(norms), 1)
+    return sum(min(WORK_ONE, max(1, length * WORK_ONE // usual)) for length in norms)
 
 
 def combine_groups(groups: Sequence[tuple[FixedUpdate, int]]) -> FixedUpdate:
-    """Mean of the groups' aggregates, each weighted by how many updates went into it."""
+    """Mean of the groups' aggregates, each weighted by the work that went into it."""
     total = np.zeros(groups[0][0].size, dtype=np.int64)
-    for delta, contributors in groups:
-        add_into(total, delta, contributors)
-    return compact(rounded_mean(total, sum(contributors for _, contributors in groups)))
+    for delta, work in groups:
+        add_into(total, delta, work)
+    return compact(rounded_mean(total, max(sum(work for _, work in groups), 1)))

@@ -20,6 +20,7 @@ from functools import cached_property
 from itertools import pairwise
 
 from protocol.errors import BlockswarmError, WireError
+from protocol.limits import WORK_ONE
 
 MAX_ENTRIES = 4096
 MAX_CONTRIBUTIONS = 1024
@@ -45,7 +46,11 @@ class Contribution:
 
 @dataclass(frozen=True)
 class Entry:
-    """The consensus after a round. `weights` and `step` are digests of their content."""
+    """The consensus after a round. `weights` and `step` are digests of their content.
+
+    `work` is what the included updates come to together, in 1/256 of one host's full round
+    (`swarm.consensus.aggregate.work_of`): the step is their sum, divided by it.
+    """
 
     round: int
     parent: bytes
@@ -53,11 +58,12 @@ class Entry:
     step: bytes
     median_norm: int
     contributions: tuple[Contribution, ...]
+    work: int = 0
 
     @cached_property
     def digest(self) -> bytes:
-        state = hashlib.blake2b(b"blockswarm entry 1", digest_size=32)
-        numbers = (self.round + 1, self.median_norm, len(self.contributions))
+        state = hashlib.blake2b(b"blockswarm entry 2", digest_size=32)
+        numbers = (self.round + 1, self.median_norm, self.work, len(self.contributions))
         for part in (self.parent, self.weights, self.step, *map(_int_bytes, numbers)):
             state.update(len(part).to_bytes(4, "big") + part)
         for c in self.contributions:
@@ -233,6 +239,12 @@ class ConsensusLog:
         return Counter(
             c.sender for e in self.entries[-window:] for c in e.contributions if c.scale > 0
         )
+
+    def replicas(self, window: int = 8) -> float:
+        """How many hosts worked on the block in the last rounds, on the average, measured by what
+        came of it: one with a tenth of a round's work is a tenth of a host."""
+        done = [entry.work / WORK_ONE for entry in self.entries[-window:] if entry.work]
+        return max(1.0, sum(done) / len(done)) if done else 1.0
 
     def contributors(self) -> frozenset[str]:
         """Everybody with an update in what is kept of the log."""

@@ -14,6 +14,7 @@ from typing import Any
 import numpy as np
 
 from protocol.codec.selection import true_at
+from protocol.limits import WORK_ONE
 from swarm.consensus.fixed_point import (
     SEGMENT,
     VALUE_LIMIT,
@@ -239,9 +240,13 @@ def _joined(size: int, found: Sequence[tuple[Whole, Whole]]) -> FixedUpdate:
     return sparse if 2 * len(indices) < size else FixedUpdate(size, None, sparse.dense())
 
 
-def mean_step(total: FixedUpdate, count: int) -> FixedUpdate:
-    """The rounded mean of a sum of updates, in its shorter form."""
-    values = narrow(rounded_mean(total.values, count))
+def mean_step(total: FixedUpdate, work: int) -> FixedUpdate:
+    """A sum of updates divided by the work that they come to, rounded, in its shorter form."""
+    count, rest = divmod(work, WORK_ONE)
+    if rest:
+        values = narrow(rounded_mean(total.values.astype(np.int64) * WORK_ONE, work))
+    else:  # as mostly: there is no need to widen anything
+        values = narrow(rounded_mean(total.values, count))
     if total.indices is None:
         return compact(values)
     gone = np.flatnonzero(values == 0)  # a mean may be rounded to nothing

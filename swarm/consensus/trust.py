@@ -41,6 +41,7 @@ class Standing:
     excluded_until: int = -1  # the last round of its exclusion
     exclusions: int = 0
     reason: str = ""  # of its last exclusion, for a person
+    harmed: bool = False  # whether that was the canary's
 
 
 @dataclass(frozen=True)
@@ -82,12 +83,12 @@ class TrustBook:
         book = self._with(peer, replace(old, faults=faults))
         return book.exclude(peer, number, reason) if len(faults) >= self.rules.fault_limit else book
 
-    def exclude(self, peer: str, number: int, reason: str = "") -> TrustBook:
+    def exclude(self, peer: str, number: int, reason: str = "", harmed: bool = False) -> TrustBook:
         """Leave the peer out for a time, beginning with the next round."""
         old = self.of(peer)
         length = min(self.rules.exclusion << min(old.exclusions, 16), self.rules.longest_exclusion)
-        out = replace(old, faults=(), excluded_until=number + length, reason=reason)
-        return self._with(peer, replace(out, exclusions=old.exclusions + 1))
+        out = replace(old, faults=(), excluded_until=number + length, exclusions=old.exclusions + 1)
+        return self._with(peer, replace(out, reason=reason, harmed=harmed))
 
 
 def _bounded(peers: dict[str, Standing]) -> dict[str, Standing]:

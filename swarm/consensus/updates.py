@@ -27,7 +27,7 @@ from protocol.codec import FIXED_BITS, CodecSpec, Source, decode_fixed, encode, 
 from protocol.errors import WireError
 from protocol.frames import content_digest
 from protocol.identity import peer_from_text, peer_text, public_key_of
-from protocol.limits import DIGEST_BYTES, PEER_ID_BYTES, SHARD_BYTES
+from protocol.limits import DIGEST_BYTES, PEER_ID_BYTES, SHARD_BYTES, WORK_ONE
 from protocol.packing import Malformed
 from protocol.payloads import LogEntry, SignedVote, pack_index
 from swarm.consensus.fixed_point import (
@@ -44,8 +44,9 @@ from swarm.consensus.fixed_point import (
     weights_digest,
 )
 from swarm.consensus.log import Contribution, Entry, LogError
+from swarm.consensus.schedule import CodecSchedule
 from swarm.consensus.sums import apply_step, mean_step, summed
-from swarm.consensus.votes import UpdateRef, Vote, checked_vote
+from swarm.consensus.votes import Reason, UpdateRef, Vote, checked_vote
 
 Floats = npt.NDArray[np.float32]
 Quanta = npt.NDArray[np.int32]
@@ -89,18 +90,20 @@ def update_digest(payload: bytes) -> bytes:
 class UpdateCodec:
     """How the updates of a run are encoded, for a block of `size` weights."""
 
-    run_codec: CodecSpec | str
+    run_codec: CodecSchedule | CodecSpec | str
     size: int
 
     @cached_property
-    def spec(self) -> CodecSpec:
+    def schedule(self) -> CodecSchedule:
         given = self.run_codec
-        return CodecSpec.parse(given) if isinstance(given, str) else given
+        return given if isinstance(given, CodecSchedule) else CodecSchedule.always(given)
 
-    @cached_property
-    def max_bytes(self) -> int:
-        """What an honest update has at most, with its header."""
-        return _HEADER.size + self.spec.max_bytes(self.size)
+    def spec_at(self, round_: int) -> CodecSpec:
+        return self.schedule.at(round_)
+
+    def max_bytes_at(self, round_: int) -> int:
+        """What an honest update of a round has at most, with its header."""
+        return _HEADER.size + self.spec_at(round_).max_bytes(self.size)
 
     def encode(
         self, rest: Ints | Floats | Source, block: int, round_: int, sender: bytes
@@ -110,7 +113,7 @@ class UpdateCodec:
         `rest` is what is to be sent, as weights (also as a source of them) or, integers, in quanta.
         """
         vector = _as_floats(rest) if isinstance(rest, np.ndarray) else rest
-        encoded = encode(vector, self.spec)
+        encoded = encode(vector, self.spec_at(round_))
         payload = _HEADER.pack(block, round_, sender) + encoded.data
         if encoded.sparse is None:
             return payload, self.decode(payload, block, round_, sender)
@@ -119,8 +122,9 @@ class UpdateCodec:
 
     def decode(self, payload: bytes, block: int, round_: int, sender: bytes) -> FixedUpdate:
         """The update that `sender` made for this block and round; otherwise a typed WireError."""
-        if len(payload) > self.max_bytes:
-            raise UpdateOversize(f"update of {len(payload)} bytes, the limit is {self.max_bytes}")
+        spec, most = self.spec_at(round_), self.max_bytes_at(round_)
+        if len(payload) > most:
+            raise UpdateOversize(f"update of {len(payload)} bytes, the limit is {most}")
         if len(payload) < _HEADER.size:
             raise Malformed("too short for an update")
         named_block, named_round, named_sender = _HEADER.unpack_from(payload)
@@ -132,9 +136,9 @@ class UpdateCodec:
             raise WrongSender("update that another peer made")
         body = payload[_HEADER.size :]
         header = read_header(body, self.size)
-        if (header.codec, header.block) != (self.spec.codec, self.spec.block):
-            raise OtherCodec(f"update in {header.codec.name}, the run's codec is {self.spec}")
-        indices, values = decode_fixed(body, self.size, self.spec.max_kept(self.size), _coarser)
+        if (header.codec, header.block) != (spec.codec, spec.block):
+            raise OtherCodec(f"update in {header.codec.name}, the run's codec is {spec}")
+        indices, values = decode_fixed(body, self.size, spec.max_kept(self.size), _coarser)
         return checked(FixedUpdate(self.size, indices, values), self.size)
 
 
@@ -212,13 +216,21 @@ def _mean_of(
             parts.append((scaled(update, part.scale), 1))
     except WireError as error:
         raise LogError(f"round {entry.round} includes no valid update: {error}") from error
-    return mean_step(summed(parts), max(len(included), 1))
+    if included and not WORK_ONE <= entry.work <= WORK_ONE * len(included):
+        raise LogError(f"the updates of round {entry.round} come to the work of nobody")
+    return mean_step(summed(parts), max(entry.work, WORK_ONE))
 
 
 def to_wire_entry(entry: Entry) -> LogEntry:
     parts = [(c.digest, peer_from_text(c.sender), c.scale, c.score) for c in entry.contributions]
     return LogEntry(
-        entry.round + 1, entry.parent, entry.weights, entry.step, entry.median_norm, tuple(parts)
+        round=entry.round + 1,
+        parent=entry.parent,
+        weights=entry.weights,
+        step=entry.step,
+        median_norm=entry.median_norm,
+        work=entry.work,
+        contributions=tuple(parts),
     )
 
 
@@ -229,7 +241,13 @@ def from_wire_entry(entry: LogEntry) -> Entry:
         for digest, sender, scale, score in entry.contributions
     ]
     return Entry(
-        entry.round - 1, entry.parent, entry.weights, entry.step, entry.median_norm, tuple(parts)
+        round=entry.round - 1,
+        parent=entry.parent,
+        weights=entry.weights,
+        step=entry.step,
+        median_norm=entry.median_norm,
+        contributions=tuple(parts),
+        work=entry.work,
     )
 
 
@@ -252,6 +270,7 @@ def to_wire_vote(vote: Vote, run: bytes, block: int) -> wire.Vote:
         consensus=vote.base,
         base_round=vote.base_round + 1,
         listed=tuple(ref.digest + _sender_bytes(ref.sender, vote.stage) for ref in vote.listed),
+        declined=tuple(peer_from_text(peer) + bytes([why]) for peer, why in vote.declined),
     )
 
 
@@ -271,8 +290,13 @@ def from_wire_vote(signed: SignedVote) -> Vote:
             vote.base_round - 1,
             tuple(listed),
             vote.stage,
+            tuple((_peer_text(item[:-1]), _reason(item[-1])) for item in vote.declined),
         )
     )
+
+
+def _reason(code: int) -> Reason:
+    return Reason(code) if code <= max(Reason) else Reason.OTHER
 
 
 def _sender_bytes(sender: str, stage: int) -> bytes:

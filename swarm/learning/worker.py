@@ -62,6 +62,7 @@ class BlockWorker:
         self.joint = JointDenoising(run, self.targets) if run.denoises else None
         self.optimizer = BlockOptimizer(run.training, self.block)
         self.steps_done = 0
+        self.rate_factor = 1.0  # on the learning rate: see `Training.rate_factor`
 
     def step(
         self, x: Tensor, y: Tensor, upstream: Sequence[Readable], next_block: Readable | None
@@ -164,7 +165,7 @@ class BlockWorker:
     def _update(self) -> None:
         training = self.run.training
         torch.nn.utils.clip_grad_norm_(self.block.parameters(), training.clip_norm)
-        self.optimizer.step(training.learning_rate_at(self.steps_done))
+        self.optimizer.step(self.rate_factor * training.learning_rate_at(self.steps_done))
         self.steps_done += 1
 
     def _objective_of(self, block: int) -> DenoisingObjective:

@@ -297,6 +297,7 @@ class Report:
     included: bool | None  # ours; None if we sent nothing or do not know yet
     voters: int
     first_deadline_s: float
+    declined: tuple[tuple[str, str], ...] = ()  # who did not accept our update, and why
 
 
 Action = (

@@ -8,7 +8,8 @@ from __future__ import annotations
 
 from dataclasses import replace
 
-from swarm.consensus.votes import MAX_LISTED, Vote, agreed_set
+from protocol.limits import DECLINED_PER_VOTE
+from swarm.consensus.votes import MAX_LISTED, Reason, Vote, agreed_set
 from swarm.rounds import actions as act
 from swarm.rounds.clock import exchange_opens_s
 from swarm.rounds.groups import group_of
@@ -44,11 +45,26 @@ def end_collect(state: RoundState, now_s: float, out: list[act.Action]) -> Round
     accepted = [r for r in stage.held if not state.trust.excluded(r.sender, state.round)]
     most = MAX_LISTED if stage.number == 0 else state.groups
     vote = Vote(
-        state.me, state.round, head.digest, head.round, tuple(sorted(accepted)[:most]), stage.number
+        state.me,
+        state.round,
+        head.digest,
+        head.round,
+        tuple(sorted(accepted)[:most]),
+        stage.number,
+        _declined(state, stage) if stage.number == 0 else (),
     )
     to = all_peers(state) if stage.number == 1 else list(own_group(state))
     out.append(act.SendVote(vote, tuple(peer for peer in to if peer != state.me)))
     return with_stage(state, phase=Phase.VOTE, ballot=stage.ballot.with_vote(vote))
+
+
+def _declined(state: RoundState, stage: Stage) -> tuple[tuple[str, Reason], ...]:
+    """Senders that are here and whose updates we do not accept, and why."""
+    found = {ref.sender: Reason.REFUSED for ref in stage.refused}
+    for peer, view in state.peers.items():
+        if view.round == state.round and state.trust.excluded(peer, state.round):
+            found[peer] = Reason.HARM if state.trust.of(peer).harmed else Reason.FAULT
+    return tuple(sorted(found.items())[:DECLINED_PER_VOTE])
 
 
 def _is_new(state: RoundState) -> bool:

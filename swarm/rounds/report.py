@@ -7,9 +7,17 @@ from __future__ import annotations
 
 from dataclasses import replace
 
+from swarm.consensus.votes import Reason
 from swarm.rounds import actions as act
 from swarm.rounds.deadline import remembered
 from swarm.rounds.state import RoundState, Stage
+
+WORDS = {
+    Reason.OTHER: "for a reason that this version does not know",
+    Reason.REFUSED: "the update was not valid",
+    Reason.FAULT: "earlier updates were not valid, or votes differed",
+    Reason.HARM: "it made their held-out text worse",
+}
 
 
 def remember_arrivals(state: RoundState, stage: Stage) -> RoundState:
@@ -45,4 +53,16 @@ def report_of(state: RoundState, stage: Stage) -> act.Report:
         included=included(state),
         voters=len(stage.ballot.votes),
         first_deadline_s=first,
+        declined=_declined(state, stage),
     )
+
+
+def _declined(state: RoundState, stage: Stage) -> tuple[tuple[str, str], ...]:
+    """What the others said of our own update, if they could have counted it."""
+    said = [
+        (voter, why)
+        for voter, vote in stage.ballot.votes.items()
+        for sender, why in vote.declined
+        if sender == state.me and state.own is not None
+    ]
+    return tuple(sorted((voter, WORDS[why]) for voter, why in said))

@@ -204,7 +204,8 @@ def _hear(state: RoundState, event: act.Event, now_s: float, out: list[act.Actio
             trust = state.trust
             for peer in harmful:
                 why = "the canary: its updates made the consensus worse on held-out text"
-                trust = trust.exclude(peer, number, why) if peer != state.me else trust
+                if peer != state.me:
+                    trust = trust.exclude(peer, number, why, harmed=True)
             return replace(state, trust=trust)
     return state
 

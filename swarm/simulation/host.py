@@ -66,6 +66,16 @@ class SimRules:
         )
 
 
+@dataclass(frozen=True, eq=False)
+class Judged:
+    """The aggregate of a group, or of all groups."""
+
+    delta: FixedUpdate
+    median_norm: int
+    parts: list[Contribution]
+    work: int
+
+
 class World(Protocol):
     """What a host needs of the network, the board and the clock."""
 
@@ -227,7 +237,7 @@ class Host:
         self.own[ref], self.store[digest] = honest, update
         self.sim.after(0.05, lambda: self.hear(act.UpdateReady(action.round, ref, 100)))
 
-    def judged(self, refs: Sequence[UpdateRef]) -> tuple[FixedUpdate, int, list[Contribution]]:
+    def judged(self, refs: Sequence[UpdateRef]) -> Judged:
         """The aggregate of these updates, with the past that the log knows."""
         log = self.state.log
         updates = []
@@ -248,37 +258,38 @@ class Host:
             Contribution(ref.digest, ref.sender, scale, score)
             for ref, scale, score in zip(refs, result.scales, scores, strict=True)
         ]
-        return result.delta, result.median_norm, parts
+        return Judged(result.delta, result.median_norm, parts, result.work)
 
     def aggregate(self, action: Aggregate) -> None:
-        delta, median_norm, parts = self.judged(action.refs)
+        judged = self.judged(action.refs)
         if action.group is None:
-            self.step_ready(action.round, delta, median_norm, parts)
+            self.step_ready(action.round, judged)
             return
-        text = f"{action.round}/{action.group}".encode() + action.base + step_digest(delta)
-        for part in parts:
+        text = f"{action.round}/{action.group}".encode() + action.base + step_digest(judged.delta)
+        for part in judged.parts:
             text += part.digest + part.scale.to_bytes(4, "big")
         digest = hashlib.blake2b(text, digest_size=32).digest()
-        self.store[digest] = (delta, median_norm, parts)
+        self.store[digest] = judged
         ref = UpdateRef(digest, group_name(action.group))
         self.sim.after(0.02, lambda: self.hear(act.AggregateReady(action.round, ref)))
 
     def combine(self, action: Combine) -> None:
-        deltas, norms, parts = [], [], []
+        groups = []
         for ref in action.refs:
             found = self.store[ref.digest]
-            assert isinstance(found, tuple)
-            delta, median_norm, contributions = found
-            deltas.append((delta, sum(c.scale > 0 for c in contributions)))
-            norms.append(median_norm)
-            parts.extend(contributions)
-        middle = sorted(norms)[(len(norms) - 1) // 2]
-        self.step_ready(action.round, combine_groups(deltas), middle, parts)
+            assert isinstance(found, Judged)
+            groups.append(found)
+        norms = sorted(group.median_norm for group in groups)
+        whole = Judged(
+            combine_groups([(group.delta, group.work) for group in groups]),
+            norms[(len(norms) - 1) // 2],
+            [part for group in groups for part in group.parts],
+            sum(group.work for group in groups),
+        )
+        self.step_ready(action.round, whole)
 
-    def step_ready(
-        self, number: int, delta: FixedUpdate, median_norm: int, parts: list[Contribution]
-    ) -> None:
-        consensus, change = apply_step(self.consensus, delta)
+    def step_ready(self, number: int, judged: Judged) -> None:
+        consensus, change = apply_step(self.consensus, judged.delta)
         name = step_digest(change)
         self.store[name] = change
         entry = Entry(
@@ -286,7 +297,8 @@ class Host:
             self.state.log.head.digest,
             weights_digest(consensus),
             name,
-            median_norm,
-            tuple(sorted(parts, key=lambda c: c.digest)),
+            judged.median_norm,
+            tuple(sorted(judged.parts, key=lambda c: c.digest)),
+            judged.work,
         )
         self.sim.after(0.02, lambda: self.hear(act.StepReady(entry)))

@@ -1,0 +1,68 @@
+"""How a run is cut into rounds, and how dense its updates are: from its length and its hosts.
+
+Decides rounds, windows and densities for the presets and for `blockswarm init`; a run file may say
+anything else. The numbers come from `benchmarks.worth` and the trials in docs/trials.md:
+
+- Replicas that go far apart between two exchanges lose what averaging could give them. How far is a
+  matter of learning rate times steps: with 4 replicas 0.04 kept all of a cluster's gain, 0.08 kept
+  0.85 of it and 0.2 half.
+- What a sparse codec lives on is its coverage: how often each weight is sent in the whole run.
+"""
+
+from __future__ import annotations
+
+import math
+from dataclasses import dataclass
+
+from swarm.run import Training
+
+REPLICAS = 4  # on a block, that a plan is made for
+DRIFT = 0.04  # learning rate, as high as it is with so many, times the steps of a round
+COVERAGE = 40.0  # without what the ends of the run add to it
+ENOUGH_COVERAGE = 15.0  # with the ends
+ENDS_DENSITY = 0.5
+LEAST_DENSITY, MOST_DENSITY = 0.0005, 0.2
+LEAST_PERIOD_S = 1.5  # an exchange among processes of one machine fits into that
+# The windows of an exchange, as shares of a period: first deadline from .. to, vote, repair.
+FLOOR, CEILING, VOTE, REPAIR = 0.1, 0.35, 0.1, 0.12
+
+
+@dataclass(frozen=True)
+class Plan:
+    """Rounds of a run."""
+
+    steps_per_round: int
+    period_s: float
+    count: int
+    density: float
+
+    @property
+    def windows_s(self) -> tuple[float, float, float, float]:
+        """The first deadline's floor and ceiling, the windows of votes and repair."""
+        return (
+            round(FLOOR * self.period_s, 2),
+            round(CEILING * self.period_s, 2),
+            round(VOTE * self.period_s, 2),
+            round(REPAIR * self.period_s, 2),
+        )
+
+    @property
+    def coverage(self) -> float:
+        return self.density * self.count
+
+
+def plan(training: Training, duration_s: float, steps_per_s: float) -> Plan:
+    """Rounds for hosts that make so many steps a second, in a run of that length.
+
+    As short as the drift of the replicas wants them, and no shorter than an exchange takes: fast
+    hosts then make more steps in them.
+    """
+    rate = training.learning_rate * training.rate_factor(REPLICAS)
+    steps = max(1, round(DRIFT / rate))
+    period_s = steps / steps_per_s
+    if period_s < LEAST_PERIOD_S:
+        period_s = LEAST_PERIOD_S
+        steps = max(1, math.floor(period_s * steps_per_s))
+    count = max(1, round(duration_s / period_s))
+    density = min(max(COVERAGE / count, LEAST_DENSITY), MOST_DENSITY)
+    return Plan(steps, round(period_s, 2), count, density)
