@@ -26,11 +26,12 @@ from node.log.consensus import TREND_ROUNDS
 from protocol.errors import BlockswarmError, WireError
 from protocol.limits import WORK_ONE
 from swarm.consensus.aggregate import Rule, aggregate, clip_scale, norm_limit
-from swarm.consensus.feedback import unsent
+from swarm.consensus.feedback import Unsent, aside_share, set_aside
 from swarm.consensus.fixed_point import (
     QUANTUM_BITS,
     SCALE_ONE,
     FixedUpdate,
+    Halves,
     Ints,
     add_into,
     compact,
@@ -103,6 +104,7 @@ class Member:
     stream: WindowStream
     lie: Lie | None = None
     in_flight: list[Sent] = field(default_factory=list)
+    aside: Halves | None = None  # as `node.replica.running_weights` has it
     scores: deque[int] = field(default_factory=lambda: deque(maxlen=SCORE_ROUNDS))
     refused: int = 0
     left_out: int = 0
@@ -165,23 +167,32 @@ class BlockGroup:
             running = flat_weights(member.worker.block)
             if not np.isfinite(running).all():
                 raise Diverged(f"a replica of block {self.block} diverged in round {number}")
-            rest = unsent(running, self.consensus, [sent.own for sent in member.in_flight])
+            flying = [sent.own for sent in member.in_flight]
+            rest = Unsent(running, self.consensus, flying, member.aside)
             payload, own = self._encode(rest, number, member.peer_id)
+            share = aside_share(self.replicas_lately) if self.codec.schedule.sparse else 0.0
+            member.aside, change = set_aside(rest, own, share)
+            if change is not None:
+                add_flat(member.worker.block, change)
             if member.lie is not None:
-                payload = member.lie(self.codec, rest, self.block, number, member.peer_id, payload)
+                quanta = np.rint(rest.dense() * 2.0**QUANTUM_BITS).astype(np.int64)
+                payload = member.lie(
+                    self.codec, quanta, self.block, number, member.peer_id, payload
+                )
             lengths.append(len(payload))
             if rng.random() < self.rules.participation:  # else it stays unsent, as live
                 due = number + self.rules.late_rounds
                 member.in_flight.append(Sent(member, number, due, own, payload))
         return lengths
 
-    def _encode(self, rest: Ints, number: int, peer_id: bytes) -> tuple[bytes, FixedUpdate]:
+    def _encode(self, rest: Unsent, number: int, peer_id: bytes) -> tuple[bytes, FixedUpdate]:
         """As `node.replica.replica.Replica.encode`: no longer than what the others would take."""
         payload, update = self.codec.encode(rest, self.block, number, peer_id)
         limit = None if self.rules.rule is Rule.MEAN else norm_limit(tuple(self.norms))
         scale = SCALE_ONE if limit is None else clip_scale(norm(update), limit)
         if scale < SCALE_ONE:
-            payload, update = self.codec.encode((rest * scale) >> 16, self.block, number, peer_id)
+            shorter = rest.times(scale / SCALE_ONE)
+            payload, update = self.codec.encode(shorter, self.block, number, peer_id)
         return payload, update
 
     def settle(self, number: int) -> tuple[list[int], int]:

@@ -214,7 +214,9 @@ class Member:
         return self.replica.state.log.head
 
     def unsent(self) -> Floats:
-        return self.toy.weights - to_float(self.replica.consensus.weights)
+        aside = self.replica.running.aside
+        learned = self.toy.weights if aside is None else self.toy.weights + aside
+        return learned - to_float(self.replica.consensus.weights)
 
 
 def run(work: Callable[[Swarm], Awaitable[None]], folder: Path) -> None:

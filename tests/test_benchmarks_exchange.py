@@ -16,7 +16,7 @@ from node.replica.replica import Replica
 from protocol.limits import DIGEST_BYTES
 from protocol.messages import AnnounceReply
 from swarm.consensus.aggregate import Rule
-from swarm.consensus.feedback import Unsent, unsent
+from swarm.consensus.feedback import Unsent
 from swarm.learning.coupling import upstream_versions
 from swarm.learning.flat import flat_weights
 from swarm.run import ModelShape
@@ -42,7 +42,8 @@ def trained(swarm: ExchangeSwarm, rounds: int) -> ExchangeSwarm:
 def rest_of(group: BlockGroup, number: int) -> np.ndarray:
     member = group.members[number]
     flying = [sent.own for sent in member.in_flight]
-    return unsent(flat_weights(member.worker.block), group.consensus, flying)
+    rest = Unsent(flat_weights(member.worker.block), group.consensus, flying, member.aside)
+    return np.rint(rest.dense() * 2.0**24).astype(np.int64)
 
 
 @pytest.mark.parametrize("participation", [1.0, 0.5])
@@ -77,8 +78,8 @@ def test_updates_are_encoded_as_the_live_node_encodes_them() -> None:
     )
     log: Any = SimpleNamespace(recent_norms=lambda: tuple(group.norms))
     lazy = Unsent((rest * 2.0**-24).astype(np.float32), np.zeros(len(rest), dtype=np.int32))
-    assert group._encode(rest, 3, who)[0] == Replica.encode(live, lazy, log, 3)[0]
-    assert group._encode(rest, 3, who)[0] != group.codec.encode(rest, 1, 3, who)[0]
+    assert group._encode(lazy, 3, who)[0] == Replica.encode(live, lazy, log, 3)[0]
+    assert group._encode(lazy, 3, who)[0] != group.codec.encode(rest, 1, 3, who)[0]
 
 
 def test_copies_are_the_versions_that_a_live_worker_reads() -> None:

@@ -106,7 +106,7 @@ def test_a_wrong_clock_is_reported(server: Server, ask: Ask) -> None:
         ("truncated", "Truncated", "before the end of the payload"),
         ("wrong_digest", "DigestMismatch", "changed on its way"),
         ("other_run_file", "DigestMismatch", "another content"),
-        ("other_version", "VersionMismatch", "protocol 2.0"),
+        ("other_version", "VersionMismatch", "protocol 3.0"),
         ("busy", "Busy", "come back in 7 s"),
         ("not_expected", "Malformed", "expected HelloReply"),
         ("miscounted", "Malformed", "3 records were announced and 4 sent"),

@@ -215,7 +215,7 @@ REQUESTS: dict[str, tuple[bytes, ErrorCode]] = {
 
 
 def test_every_bad_request_gets_its_reason(tmp_path: Path) -> None:
-    assert PROTOCOL_MAJOR == 1
+    assert PROTOCOL_MAJOR == 2
 
     async def main() -> None:
         async with pair(tmp_path) as (a, b):

@@ -8,13 +8,15 @@ from hypothesis import strategies as st
 
 from swarm.consensus.feedback import (
     Unsent,
+    aside_share,
     corrected,
     correction,
     only_ours,
     reverse_correction,
+    set_aside,
     unsent,
 )
-from swarm.consensus.fixed_point import SCALE_ONE, FixedUpdate, compact, scaled, to_float
+from swarm.consensus.fixed_point import SCALE_ONE, FixedUpdate, Halves, compact, scaled, to_float
 from swarm.consensus.sums import apply_step
 
 SIZE = 12
@@ -80,3 +82,49 @@ def test_as_weights_it_is_the_same(start: list[int], learned: list[int], flying:
     sparse = Unsent(weights, consensus, in_flight=[compact(_dense(flying).dense())])
     read = [sparse.read(at, np.empty(1, dtype=np.float32))[0] for at in range(sparse.size)]
     assert np.array_equal(np.array(read) * 2.0**24, exact)
+
+
+def test_who_is_alone_carries_all_and_many_put_most_aside() -> None:
+    assert aside_share(1.0) == aside_share(0.3) == 0.0
+    assert aside_share(4.0) == 0.5
+    shares = [aside_share(n / 2) for n in range(2, 40)]
+    assert shares == sorted(shares) and shares[-1] < 1
+
+
+@given(small, small, small, st.floats(0.0, 1.0))
+def test_what_is_put_aside_is_neither_lost_nor_counted_twice(
+    start: list[int], learned: list[int], sent: list[int], share: float
+) -> None:
+    """weights + aside = consensus + unsent, before and after, whatever is rounded on the way."""
+    consensus = np.array(start, dtype=np.int32)
+    weights = corrected(to_float(consensus), _dense(learned))
+    aside: Halves | None = None
+    before = Unsent(weights, consensus).dense()
+    for _ in range(3):
+        rest = Unsent(weights, consensus, aside=aside)
+        aside, change = set_aside(rest, _dense(sent), share)
+        if change is None:
+            assert aside is None and share == 0
+            continue
+        weights = weights + change
+        after = Unsent(weights, consensus, aside=aside).dense()
+        assert np.allclose(after, before, rtol=0, atol=2.0**-22 * 128)
+        if aside is not None:
+            wanted = share * (before - np.array(sent) * 2.0**-24)
+            assert np.allclose(aside, wanted, rtol=2e-3, atol=1e-6)
+    # Given back, as before a save: all is in the weights again.
+    if aside is not None:
+        whole = Unsent(weights + aside.astype(np.float32), consensus).dense()
+        assert np.allclose(whole, before, rtol=0, atol=2.0**-22 * 128)
+
+
+def test_nothing_is_aside_any_more_once_the_others_are_gone() -> None:
+    consensus, weights = np.zeros(4, dtype=np.int32), np.ones(4, dtype=np.float32)
+    nothing = FixedUpdate(4, np.zeros(0, dtype=np.int32), np.zeros(0, dtype=np.int32))
+    aside, change = set_aside(Unsent(weights, consensus), nothing, 0.5)
+    assert aside is not None and change is not None
+    assert np.array_equal(aside, [0.5] * 4) and np.array_equal(weights + change, [0.5] * 4)
+    rest = Unsent(weights + change, consensus, aside=aside)
+    aside, change = set_aside(rest, nothing, 0.0)
+    assert aside is None and change is not None
+    assert np.array_equal(rest.weights + change, weights)

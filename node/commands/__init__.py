@@ -11,5 +11,6 @@ light          peers --light
 doctor         doctor
 demo           demo
 demo_swarm     the swarm that it starts
+demo_alone     the same on one machine, to compare
 options        numbers and addresses as typed
 """

@@ -30,7 +30,7 @@ from protocol.identity import Identity, peer_text
 from protocol.messages import Purpose
 from protocol.payloads import SignedVote, seal_vote
 from swarm.consensus.aggregate import clip_scale, norm_limit
-from swarm.consensus.feedback import Unsent, only_ours
+from swarm.consensus.feedback import Unsent, aside_share, only_ours
 from swarm.consensus.fixed_point import SCALE_ONE, FixedUpdate, norm, to_fixed, weights_digest
 from swarm.consensus.log import ConsensusLog, Entry, MoveMode, genesis
 from swarm.consensus.updates import to_wire_vote, update_digest
@@ -323,7 +323,9 @@ class Replica:
             self.hear(act.UpdateReady(action.round, ref, len(payload)))
             return ref, OwnUpdate(action.round, update, payload)
 
-        self.running.make_update(self.consensus, action.in_flight, use)
+        sparse = self.settings.codec.schedule.sparse
+        share = aside_share(log.replicas()) if sparse else 0.0
+        self.running.make_update(self.consensus, action.in_flight, use, share)
 
     def encode(self, rest: Unsent, log: ConsensusLog, number: int) -> tuple[bytes, FixedUpdate]:
         """Our update as it is sent, and as all decode it; no longer than what others take."""

@@ -1,6 +1,6 @@
 """The running weights of a replica, and the ledger that holds for them at every moment.
 
-    weights = consensus + unsent            (swarm.consensus.feedback)
+    weights + aside = consensus + unsent            (swarm.consensus.feedback)
 
 Decides how the identity survives what a live host goes through: corrections, updates and saves in
 one order, a training process that dies with an update in flight, a resume from disk. Knows nothing
@@ -22,8 +22,15 @@ from node.replica.own_updates import OwnUpdate, OwnUpdates
 from node.trainer.trainer import TrainerError
 from node.trainer.weights_queue import WeightsQueue
 from protocol.codec import NonFiniteError
-from swarm.consensus.feedback import Unsent
-from swarm.consensus.fixed_point import QUANTUM_BITS, SEGMENT, FixedUpdate, add_into, scaled
+from swarm.consensus.feedback import Unsent, set_aside
+from swarm.consensus.fixed_point import (
+    QUANTUM_BITS,
+    SEGMENT,
+    FixedUpdate,
+    Halves,
+    add_into,
+    scaled,
+)
 from swarm.consensus.log import ConsensusLog
 from swarm.consensus.votes import UpdateRef
 from swarm.learning.flat import Change, Floats
@@ -61,6 +68,7 @@ class RunningWeights:
         self.trainer = trainer
         self.own = OwnUpdates()
         self.queue = WeightsQueue(on_lost)
+        self.aside: Halves | None = None  # in none of the weights, and not sent yet
 
     def own_part(self, ref: UpdateRef, scale: int, times: int) -> Parts:
         """A part of an update of ours, if the weights contain it."""
@@ -84,8 +92,10 @@ class RunningWeights:
         consensus: Consensus,
         in_flight: Sequence[UpdateRef],
         use: Callable[[Unsent], Awaitable[tuple[UpdateRef, OwnUpdate]]],
+        aside_share: float = 0.0,
     ) -> None:
-        """Queue an update: `use` turns what is unsent, without `in_flight`, into one.
+        """Queue an update: `use` turns what is unsent, without `in_flight`, into one. Of what it
+        leaves, so much is put aside.
 
         It may raise `NonFiniteError`: then there is nothing in these weights to go on from.
         """
@@ -95,11 +105,17 @@ class RunningWeights:
         async def make() -> None:
             try:
                 async with self.trainer.held() as running:
-                    made = await use(Unsent(running, weights, waiting))
+                    rest = Unsent(running, weights, waiting, self.aside)
+                    made = await use(rest)
+                    sent = made[1].update
+                    aside, change = await asyncio.to_thread(set_aside, rest, sent, aside_share)
             except NonFiniteError:
                 self.queue.lose("training diverged: weights that are not numbers")
                 return
             self.own.add(*made)
+            if change is not None:
+                await self.trainer.correct([Change(None, change)])
+            self.aside = aside
 
         self.queue.put(make)
 
@@ -117,7 +133,7 @@ class RunningWeights:
             if done.done():
                 return  # nobody waits for it any more
             try:
-                await work(Moment(log, then, self.own.in_flight(log)))
+                await self._without_aside(work, Moment(log, then, self.own.in_flight(log)))
             except Exception as error:
                 if not done.done():
                     done.set_exception(error)
@@ -132,6 +148,20 @@ class RunningWeights:
         self.queue.put(now, skipped)
         await done
 
+    async def _without_aside(
+        self, work: Callable[[Moment], Awaitable[None]], moment: Moment
+    ) -> None:
+        """With what was aside in the weights: whoever saves them has all that was learned."""
+        if self.aside is None:
+            await work(moment)
+            return
+        aside = self.aside.astype(np.float32)
+        await self.trainer.correct([Change(None, aside)])
+        try:
+            await work(moment)
+        finally:
+            await self.trainer.correct([Change(None, -aside)])
+
     def reset(self, log: ConsensusLog, consensus: Consensus) -> None:
         """Set the weights to the consensus and what is in flight: all else is lost.
 
@@ -142,6 +172,7 @@ class RunningWeights:
         weights = consensus.weights
 
         async def reset() -> None:
+            self.aside = None
             total = weights.astype(np.int64)
             for made in self.own.in_flight(log).values():
                 add_into(total, made.update)

@@ -76,8 +76,8 @@ AGREED_X1024 = 10  # below 0.01 the others agree on nothing that could be oppose
 NOW_DEVIATIONS_SQUARED = 3**2  # of a cosine of random signs, 1 / sqrt(coordinates): seldom as large
 MEAN_DEVIATIONS_SQUARED = 5**2  # of the others' scores about their averages; rounds are not quite
 # independent, since their trends overlap
-PAIR_TIMES = 12  # one of two hosts may be ten times as fast as the other
 SILENT_X16 = 1  # below 1/16 of the recent norms an update says nothing
+PAIR_TIMES = 16 // SILENT_X16  # of two, a shorter update than that says nothing
 MIN_PAST = 3  # an average speaks only with so many rounds behind it
 
 Trending = Trend | FixedUpdate | Sequence[FixedUpdate] | None
@@ -143,7 +143,7 @@ def _norm_to_log(norms: Sequence[int], recent_norms: Sequence[int]) -> int:
     nearest to the last rounds. So it takes more than half of the senders to move it either way.
 
     Of two senders one may be slow, and must not hold the other back: the longer update is the
-    measure, up to 12 times the shorter one, as long as it grows by no more than an eighth a round.
+    measure, up to 16 times the shorter one, as long as it grows by no more than an eighth a round.
     Two cannot outvote each other in anything; that is how far a liar can raise what its only
     partner accepts.
     """

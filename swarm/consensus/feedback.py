@@ -12,12 +12,14 @@ if the round included it, the consensus grows and `unsent` shrinks by the part t
 if the round left it out, nothing has to be done: it never left `unsent`. So no update can be
 counted twice or lost, whatever happened in between: `unsent` is measured, not booked.
 
-Two ways to hold what compression left out (both obey the identity):
-- carried: the running weights keep it (`aside` is nothing). No buffer, and a replica goes on from
-  its own best weights instead of learning again what it could not send yet.
-- aside: the running weights go back to the consensus and `aside` holds it (the classic form).
-Carried is the default, for its memory. On a toy network (two seeds, 4 replicas) held-out loss was
-0.784 carried and 0.793 aside at top-k 2 %, 0.769 and 0.763 at 10 %: no clear difference.
+What compression left out can be held in two ways, and both obey the identity:
+- carried: the running weights keep it, and a replica goes on from its own best weights;
+- aside: the running weights go back to the consensus, from which all replicas go on together (the
+  classic form of error feedback).
+Carried alone, replicas drift apart in all that they could not send yet, and gradients at places so
+far from each other average badly; aside alone, each learns again what waits to be sent. So a part
+is carried, 1 / sqrt(replicas) of it, and the rest is put aside after every update (`set_aside`). A
+host that is alone carries all. docs/trials.md has the trials.
 """
 
 from __future__ import annotations
@@ -32,6 +34,7 @@ from swarm.consensus.fixed_point import (
     QUANTUM_BITS,
     SEGMENT,
     FixedUpdate,
+    Halves,
     Ints,
     Quanta,
     Whole,
@@ -41,6 +44,13 @@ from swarm.consensus.fixed_point import (
 )
 
 Floats = npt.NDArray[np.float32]
+
+ASIDE_LIMIT = 60_000.0  # what half precision holds
+
+
+def aside_share(replicas: float) -> float:
+    """How much of what was not sent is put aside, among so many replicas."""
+    return float(1.0 - max(1.0, replicas) ** -0.5)
 
 
 def unsent(
@@ -77,6 +87,7 @@ class Unsent:
     weights: Floats
     consensus: Quanta
     in_flight: Sequence[FixedUpdate] = ()
+    aside: Halves | None = None
     factor: float = 1.0  # of all of it
 
     @property
@@ -98,11 +109,35 @@ class Unsent:
             np.copyto(part, self.consensus[here], casting="unsafe")
             part *= unit
             np.subtract(self.weights[here], part, out=part)
+            if self.aside is not None:
+                part += self.aside[here]
         for update in self.in_flight:
             _take_out(update, start, out)
         if self.factor != 1.0:
             out *= np.float32(self.factor)
         return out
+
+
+def set_aside(rest: Unsent, sent: FixedUpdate, share: float) -> tuple[Halves | None, Floats | None]:
+    """After an update: what is aside from now on, and what it changes in the running weights.
+
+    `rest` is what `sent` was made of. In half precision; what that rounds away stays in the running
+    weights, so nothing is lost. None, None: nothing was aside, and nothing is.
+    """
+    if not share and rest.aside is None:
+        return None, None
+    kept = np.zeros(rest.size, dtype=np.float16)
+    change = np.empty(rest.size, dtype=np.float32)
+    for start in range(0, rest.size if share else 0, SEGMENT):
+        part = rest.read(start, np.empty(min(SEGMENT, rest.size - start), dtype=np.float32))
+        _take_out(sent, start, part)
+        part *= np.float32(share)
+        np.clip(part, -ASIDE_LIMIT, ASIDE_LIMIT, out=part)
+        kept[start : start + len(part)] = part
+    np.negative(kept, out=change, dtype=np.float32)
+    if rest.aside is not None:
+        change += rest.aside
+    return (kept if share else None), change
 
 
 def _take_out(update: FixedUpdate, start: int, out: Floats) -> None:

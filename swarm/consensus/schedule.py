@@ -36,6 +36,11 @@ class CodecSchedule:
         return replace(self.base, density=density)
 
     @property
+    def sparse(self) -> bool:
+        """Whether an update leaves out more than the rounding of what it sends."""
+        return self.base.codec == CodecId.TOPK
+
+    @property
     def densest(self) -> CodecSpec:
         return self.at(1)
 
