@@ -106,6 +106,8 @@ class Member:
     in_flight: list[Sent] = field(default_factory=list)
     aside: Halves | None = None  # as `node.replica.running_weights` has it
     scores: deque[int] = field(default_factory=lambda: deque(maxlen=SCORE_ROUNDS))
+    speed: float = 1.0  # the share of a round's steps that it makes
+    owed: float = 0.0  # a part of a step
     refused: int = 0
     left_out: int = 0
     position: int = 0
@@ -315,7 +317,10 @@ class ExchangeSwarm:
                     version = self.groups[other].versions[wanted[other]]
                     moving.follow_flat(torch.from_numpy(version))
                 member.worker.steps_done, member.worker.rate_factor = first, faster
-                for _ in range(steps):
+                member.owed += steps * member.speed
+                due = int(member.owed)
+                member.owed -= due
+                for _ in range(due):
                     windows = torch.from_numpy(member.stream.batch_at(member.position)).long()
                     member.position += 1
                     for moving in copies.values():

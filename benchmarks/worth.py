@@ -46,6 +46,7 @@ Kind = Literal["alone", "cluster", "swarm", "dense swarm"]
 SIZES = (2, 4, 8)
 RATES = {"alone": (0.5, 1.0, 2.0), "cluster": (1.0, 2.0, 4.0)}
 LONGER = (2, 4, 8)  # a host alone, for so many times the bytes
+SLOW = 0.1
 CURVE_POINTS = 10
 
 
@@ -59,6 +60,7 @@ class Row:
     rate: float = 1.0  # on the preset's learning rate
     longer: int = 1
     blocks: int = 1
+    slow: int = 0  # so many more hosts make a tenth of the steps
     seed: int = 0
     preset: str = "tiny"
     quick: bool = False
@@ -66,6 +68,7 @@ class Row:
     @property
     def name(self) -> str:
         words = [self.kind if self.hosts == 1 else f"{self.kind} of {self.hosts}"]
+        words += [f"and {self.slow} slow"] if self.slow else []
         words += [f"learning rate x {self.rate:g}"] if self.kind in RATES else []
         words += [f"{self.longer} times the bytes"] if self.longer > 1 else []
         words += [f"{self.blocks} blocks"] if self.blocks > 1 else []
@@ -92,7 +95,7 @@ class Row:
 
     @property
     def replicas(self) -> tuple[int, ...]:
-        return (self.hosts if self.swarms else 1,) * self.blocks
+        return (self.hosts + self.slow if self.swarms else 1,) * self.blocks
 
     @property
     def swarms(self) -> bool:
@@ -100,7 +103,7 @@ class Row:
 
     @property
     def rounds(self) -> int:
-        return (6 if self.quick else self.file.rounds.count) * self.longer
+        return (24 if self.quick else self.file.rounds.count) * self.longer
 
     @property
     def run(self) -> Run:
@@ -143,6 +146,8 @@ def _rows(quick: bool) -> Iterator[Row]:
     for longer in LONGER[:1] if quick else LONGER:
         for rate in RATES["alone"][:2]:
             yield Row("alone", 1, rate=rate, longer=longer, quick=quick)
+    for hosts in (1,) if quick else (1, 2, 4):
+        yield Row("swarm", hosts, slow=1, quick=quick)
     if not quick:
         for hosts in (1, 2, 4):
             yield Row("swarm", hosts, blocks=4)
@@ -153,6 +158,9 @@ def measure(row: Row) -> dict[str, Any]:
     torch.set_num_threads(1)
     run, began = row.run, time.process_time()
     swarm = ExchangeSwarm(run, row.replicas, benchmark_corpus().train, ExchangeRules(row.codecs))
+    for group in swarm.groups:
+        for member in group.members[row.hosts :]:
+            member.speed = SLOW
     sizes = (4096, 2048, 2048) if row.quick else (250_000, 16_384, 32_768)
     held_out = HeldOut(run, *sizes)
     curve: list[tuple[int, int, float]] = []  # bytes of text that a host saw, bytes moved, CE
@@ -169,6 +177,7 @@ def measure(row: Row) -> dict[str, Any]:
         "kind": row.kind,
         "hosts": row.hosts,
         "blocks": row.blocks,
+        "slow": row.slow,
         "seed": row.seed,
         "preset": row.preset,
         "longer": row.longer,
@@ -202,7 +211,7 @@ def own_ces(swarm: ExchangeSwarm, windows: Sequence[torch.Tensor]) -> list[float
 
 def figures(rows: harness.Rows) -> harness.Figures:
     plain = [row for row in rows if row["preset"] == "tiny" and row["seed"] == 0]
-    one_block = [row for row in plain if row["blocks"] == 1]
+    one_block = [row for row in plain if row["blocks"] == 1 and not row["slow"]]
     alone = _best(one_block, "alone", 1)
     out: harness.Figures = {}
     if alone is None:
@@ -228,6 +237,13 @@ def figures(rows: harness.Rows) -> harness.Figures:
             if cluster is not None:
                 out[f"gain_kept_dense_{hosts}"] = _gain(alone, dense, cluster)
         _add_efficiency(out, f"efficiency_{hosts}", curve, swarm)
+    slowed = [
+        row["ce"] - without["ce"]
+        for row in plain
+        if row["slow"] and (without := _without_slow(one_block, row))
+    ]
+    if slowed:
+        out["worst_ce_of_a_slow_host"] = max(slowed)
     if over:
         out["worst_ce_over_alone"], out["consensus_lag_nats"] = max(over), max(lags)
     if ratios:
@@ -241,6 +257,13 @@ def figures(rows: harness.Rows) -> harness.Figures:
 def _best(rows: harness.Rows, kind: Kind, hosts: int) -> dict[str, Any] | None:
     found = [r for r in rows if (r["kind"], r["hosts"], r["longer"]) == (kind, hosts, 1)]
     return min(found, key=lambda row: float(row["ce"]), default=None)
+
+
+def _without_slow(rows: harness.Rows, row: dict[str, Any]) -> dict[str, Any] | None:
+    """The same hosts and learning rate, without the slow ones."""
+    kind: Kind = "alone" if row["hosts"] == 1 else "swarm"
+    same = [r for r in rows if r["learning_rate"] == row["learning_rate"]]
+    return _best(same, kind, row["hosts"])
 
 
 def _gain(alone: dict[str, Any], swarm: dict[str, Any], cluster: dict[str, Any]) -> float:

@@ -12,6 +12,7 @@ import pytest
 from benchmarks import attacks, gb_per_nat, gb_per_nat_table, lateness, wire_bytes
 from benchmarks.exchange import BlockGroup, Diverged, ExchangeRules, ExchangeSwarm
 from benchmarks.exchange_rows import run_of
+from node.data.windows import WindowStream, stream_seed
 from node.replica.replica import Replica
 from protocol.limits import DIGEST_BYTES
 from protocol.messages import AnnounceReply
@@ -96,6 +97,29 @@ def test_copies_are_the_versions_that_a_live_worker_reads() -> None:
                 assert np.array_equal(flat_weights(block), expected)
     assert set(swarm._copies[0][0]) == {1}
     assert all(len(group.versions) <= TINY.blocks + 2 for group in swarm.groups)
+
+
+def test_a_slow_worker_makes_fewer_steps() -> None:
+    swarm = swarm_of(ExchangeRules(TOPK))
+    swarm.groups[1].members[1].speed = 0.25
+    trained(swarm, 6)
+    assert [member.position for member in swarm.groups[1].members] == [12, 3]
+
+
+def test_hosts_with_other_texts_all_count() -> None:
+    """Three with prose and one with code: what one learns alone is no lie."""
+    prose = np.frombuffer(b"The cat sat on the mat, and looked at the moon. " * 400, np.uint8)
+    code = np.frombuffer(b"def f(x):\n    return [i ** 2 for i in range(x)]\n" * 400, np.uint8)
+    swarm = ExchangeSwarm(
+        run_of(60, 4, shape=ModelShape(1, 1, 32, 2, 32, "independent")),
+        (4,),
+        prose,
+        ExchangeRules("topk:0.2:2:overall"),
+    )
+    other = swarm.groups[0].members[3]
+    other.stream = WindowStream(code, 32, 8, stream_seed("windows", 0, 0, 3))
+    trained(swarm, 60)
+    assert [member.left_out for member in swarm.groups[0].members] == [0, 0, 0, 0]
 
 
 def test_bytes_by_purpose() -> None:

@@ -31,6 +31,7 @@ from live import (
 )
 from processes import alive, comes_true
 
+from node.data.corpus import load_corpus
 from swarm.runfile import RoundSchedule
 
 PERIOD_S = 3.0
@@ -225,8 +226,13 @@ def test_one_of_four_lies_and_the_honest_three_go_on(tmp_path: Path, lie: str) -
 
 @pytest.mark.long
 def test_the_canary_finds_who_poisons_a_block_of_two(tmp_path: Path) -> None:
-    """Two cannot outvote each other, so the rule leaves the poison in; the held-out text tells."""
-    with live_swarm(tmp_path, run_file(steps_per_round=8)) as swarm:
+    """Two cannot outvote each other, so the rule leaves the poison in; the held-out text tells.
+
+    The run pins its text: only then the canary judges.
+    """
+    file = run_file(steps_per_round=8)
+    file = replace(file, data=replace(file.data, sha256=load_corpus("python").sha256))
+    with live_swarm(tmp_path, file) as swarm:
         seed = swarm.seed(0)
         liar = swarm.liar(seed.address(), "liar", 0, "bias")
         until_event(liar, "started")
@@ -239,6 +245,23 @@ def test_the_canary_finds_who_poisons_a_block_of_two(tmp_path: Path) -> None:
             LIMIT_S,
         )
         assert me not in after[0]["agreed"]
+
+
+@pytest.mark.long
+def test_hosts_with_texts_of_their_own_all_count(tmp_path: Path) -> None:
+    """Before, each of two found that the other made its own text worse, and left it out."""
+    text = tmp_path / "verses.txt"
+    lines = [f"{n} green bottles on the wall, {n * 7 % 100} cats below\n" for n in range(4000)]
+    text.write_text("".join(lines))
+    with live_swarm(tmp_path, run_file(steps_per_round=8)) as swarm:
+        seed = swarm.seed(0)
+        address = seed.address()
+        other = swarm.join(address, "other", 0, "--data", text)
+        until_event(other, "started")
+        seed.until_round(last_round(seed) + 40, 4 * LIMIT_S)
+        assert not seed.events("trust") and not other.events("trust")
+        counted = [e["included"] for e in other.events("round") if e["update_bytes"]]
+        assert counted.count(True) > 0.8 * len(counted) > 20
 
 
 @pytest.mark.long

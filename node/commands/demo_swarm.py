@@ -43,7 +43,7 @@ WORKERS = 7  # the seed, and six that join
 LATECOMER = WORKERS
 ROUNDS = 80
 PERIOD_S = 1.5
-LEAD_S = 24.0  # from the seed's start to the run's: by then the others have joined
+LEAD_S = 20.0  # from the seed's start to the run's: by then the others have joined
 START_S = 120.0
 LEAVE_S = 12.0
 ASSEMBLE_S = 240.0  # a busy machine; seconds on an idle one
@@ -259,7 +259,7 @@ def run_demo(folder: Path, say: Callable[[str], None], run: RunFile) -> dict[str
     blocks = run.run.model.blocks
     with swarm_in(folder) as swarm:
         say(f"starting a seed and {WORKERS - 1} workers on {blocks} blocks")
-        seed = swarm.start("seed", "seed", str(run_path))
+        seed = swarm.start("seed", "seed", str(run_path), "--block", "0")
         swarm.until(lambda: seed.address is not None, "the seed's start", START_S)
         address = seed.address
         assert address is not None
