@@ -20,6 +20,7 @@ ALL = (
     "lateness",
     "attacks",
     "gb_per_nat",
+    "worth",
     "sweep",
     "logical_shape",
     "storm",

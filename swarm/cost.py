@@ -23,8 +23,9 @@ if TYPE_CHECKING:
 RUNTIME_BYTES = 560 << 20
 WORKER_BYTES_PER_WEIGHT = 20  # fp32 weights, gradients, two moments of Adam, int32 consensus
 # An fp32 vector shared with the node, two snapshots, the trend, room for the next consensus; and
-# the newest steps, whose size depends on how many weights the updates have.
-EXCHANGE_BYTES_PER_WEIGHT = 32
+# the newest steps, whose size depends on how many weights the updates have. What is put aside of an
+# update, in half precision, and for a moment the change that it makes.
+EXCHANGE_BYTES_PER_WEIGHT = 38
 # A followed block: its int32 consensus, the fp16 version that its copy moves to, and the copy. It
 # is read in full where the gradients will be, one at a time.
 COPY_BYTES_PER_WEIGHT = 8
