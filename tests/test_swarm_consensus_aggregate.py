@@ -381,3 +381,36 @@ def test_who_sends_little_dilutes_nobody() -> None:
     tiny = [shorter(way, 0.07) for _ in range(3)]
     result = aggregate([*[way] * 4, *tiny], recent_norms=[norm(way)] * 8)
     assert along(result.delta, way) > 0.95
+
+
+@pytest.mark.parametrize(
+    ("part", "counts"), [(1.0, True), (0.15, True), (0.0, False), (-0.5, False)]
+)
+def test_another_text_is_no_lie(part: float, counts: bool) -> None:
+    """A host with other text shares a part of what the others agree on, and learns its own besides.
+    Noise shares nothing, a flip the opposite. With a quarter as the limit the second was out."""
+    rng = np.random.default_rng(7)
+    size, steps, recent = 20_000, [], []
+    scores: list[list[int]] = [[] for _ in range(4)]
+    common, own = rng.normal(size=(2, size)) * 2**14
+    left_out = 0
+    for _ in range(40):
+        updates = []
+        for i in range(4):
+            share = part if i == 3 else 1.0
+            vector = 0.4 * share * common + (0.1 * own if i == 3 and part > 0 else 0)
+            vector = vector + rng.normal(size=size) * 2**14
+            updates.append(FixedUpdate(size, None, np.rint(vector).astype(np.int64)))
+        result = aggregate(
+            updates,
+            recent_norms=recent[-8:],
+            trend=steps[-8:],
+            past_scores=[one[-7:] for one in scores],
+        )
+        steps.append(result.delta)
+        recent.append(result.median_norm)
+        for one, score in zip(scores, result.scores, strict=True):
+            one.append(score)
+        assert all(result.scales[:3])
+        left_out += result.scales[3] == 0
+    assert left_out == 0 if counts else left_out > 30

@@ -82,8 +82,8 @@ MEAN_DEVIATIONS_SQUARED = 5**2  # of the others' scores about their averages; ro
 # independent, since their trends overlap
 SILENT_X16 = 1  # below 1/16 of the recent norms an update says nothing
 PAIR_TIMES = 16 // SILENT_X16  # of two, a shorter update than that says nothing
-# Below one part in so many of what the others agree, a sender takes no part in it. One host with code
-# beside three with prose has a third of the others' score, noise nothing.
+# Below one part in so many of what the others agree, a sender takes no part in it. One host with
+# code beside three with prose has a third of the others' score, noise nothing.
 PART_OF_AGREED = 12
 MIN_PAST = 3  # an average speaks only with so many rounds behind it
 
