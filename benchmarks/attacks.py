@@ -44,6 +44,7 @@ class Variant(SmallRow):
 
     lie: str
     plain: bool = False
+    same_text: bool = True  # whether hosts are known to have the same, as ours here do
     honest: int = 3
 
     @property
@@ -55,6 +56,7 @@ def variants(quick: bool) -> list[Variant]:
     size = SmallRow.size(quick)
     rows = [Variant("without the liar", lie="", **size)]
     rows += [Variant(f"our rule, {lie}", lie=lie, **size) for lie in LIES]
+    rows += [Variant(f"texts may differ, {lie}", lie=lie, same_text=False, **size) for lie in LIES]
     rows += [Variant(f"plain, {lie}", lie=lie, plain=True, **size) for lie in LIES]
     rows += [
         Variant(f"our rule, {REFUSED}", lie=REFUSED, **size),
@@ -138,7 +140,7 @@ def measure(variant: Variant) -> dict[str, Any]:
     keep_freed_memory()
     torch.set_num_threads(1)
     run = variant.run
-    rules = ExchangeRules(DEFAULT)
+    rules = ExchangeRules(DEFAULT, same_text=variant.same_text)
     if variant.plain:
         rules = ExchangeRules(DEFAULT, rule=Rule.MEAN, read=unchecked)
     swarm = ExchangeSwarm(run, variant.replicas, benchmark_corpus().train, rules)
@@ -164,7 +166,11 @@ def figures(rows: harness.Rows) -> harness.Figures:
         return {}
     reference = by_name["without the liar"]
     out: harness.Figures = {"ce_without_liar": reference}
-    for figure, who in (("worst_ce_gap", "our rule, "), ("worst_ce_gap_plain", "plain, ")):
+    for figure, who in (
+        ("worst_ce_gap", "our rule, "),
+        ("worst_ce_gap_texts_differ", "texts may differ, "),
+        ("worst_ce_gap_plain", "plain, "),
+    ):
         lied = [
             ce for name, ce in by_name.items() if name.startswith(who) and name[-6:] != "honest"
         ]

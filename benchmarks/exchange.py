@@ -78,6 +78,7 @@ class ExchangeRules:
     late_rounds: int = 0  # a round's updates reach the consensus so many rounds later
     overlap: float = 0.2  # the share of a round's steps that is done while updates are exchanged
     rule: Rule = Rule.AGREE
+    same_text: bool = True
     read: Reader = checked
 
     def overlap_steps(self, steps: int) -> int:
@@ -229,6 +230,7 @@ class BlockGroup:
             recent_norms=self.norms,
             trend=trend,
             past_scores=[tuple(sent.member.scores) for sent, _ in due],
+            same_text=self.rules.same_text,
         )
         self.consensus, made = apply_step(self.consensus, result.delta)
         self.norms.append(result.median_norm)

@@ -123,6 +123,10 @@ class Row:
         return Run(shape, training=training, seed=self.seed)
 
     @property
+    def rules(self) -> ExchangeRules:
+        return ExchangeRules(self.codecs, same_text=self.file.data.same_text)
+
+    @property
     def codecs(self) -> CodecSchedule:
         if self.kind == "dense swarm":
             return CodecSchedule.always("fp32")
@@ -157,7 +161,7 @@ def measure(row: Row) -> dict[str, Any]:
     keep_freed_memory()
     torch.set_num_threads(1)
     run, began = row.run, time.process_time()
-    swarm = ExchangeSwarm(run, row.replicas, benchmark_corpus().train, ExchangeRules(row.codecs))
+    swarm = ExchangeSwarm(run, row.replicas, benchmark_corpus().train, row.rules)
     for group in swarm.groups:
         for member in group.members[row.hosts :]:
             member.speed = SLOW

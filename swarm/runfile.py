@@ -77,6 +77,11 @@ class DataRules:
                 "data.sha256 is given, but hosts bring their own text", 'set data.sha256 = ""'
             )
 
+    @property
+    def same_text(self) -> bool:
+        """Whether all hosts are known to have the same: others are refused before they start."""
+        return bool(self.sha256)
+
 
 @dataclass(frozen=True)
 class RoundSchedule:

@@ -384,11 +384,23 @@ def test_who_sends_little_dilutes_nobody() -> None:
 
 
 @pytest.mark.parametrize(
-    ("part", "counts"), [(1.0, True), (0.15, True), (0.0, False), (-0.5, False)]
+    ("part", "same_text", "counts"),
+    [
+        (1.0, True, True),
+        (0.15, True, False),
+        (0.0, True, False),
+        (-0.5, True, False),
+        (1.0, False, True),
+        (0.15, False, True),
+        (0.0, False, True),
+        (-0.5, False, False),
+    ],
 )
-def test_another_text_is_no_lie(part: float, counts: bool) -> None:
-    """A host with other text shares a part of what the others agree on, and learns its own besides.
-    Noise shares nothing, a flip the opposite. With a quarter as the limit the second was out."""
+def test_where_texts_may_differ_another_one_is_no_lie(
+    part: float, same_text: bool, counts: bool
+) -> None:
+    """A host with other text shares a part of what the others agree on, or nothing where its pull
+    balances theirs, and learns its own besides. So does noise; a flip shares the opposite."""
     rng = np.random.default_rng(7)
     size, steps, recent = 20_000, [], []
     scores: list[list[int]] = [[] for _ in range(4)]
@@ -406,6 +418,7 @@ def test_another_text_is_no_lie(part: float, counts: bool) -> None:
             recent_norms=recent[-8:],
             trend=steps[-8:],
             past_scores=[one[-7:] for one in scores],
+            same_text=same_text,
         )
         steps.append(result.delta)
         recent.append(result.median_norm)

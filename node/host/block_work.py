@@ -114,7 +114,12 @@ class BlockWork:
         )
         self.replica = self.replica_type(
             ReplicaSettings(
-                premises.run_id, block, premises.rules, self.codec, exchange.snapshot_every
+                premises.run_id,
+                block,
+                premises.rules,
+                self.codec,
+                exchange.snapshot_every,
+                self.run_file.data.same_text,
             ),
             self.network.identity,
             initial_flat(self.run_spec, block),
@@ -136,7 +141,7 @@ class BlockWork:
         self.canary = CanaryWatch(
             self.replica,
             self.training.trainer.evaluate,
-            judges=bool(self.run_file.data.sha256),
+            judges=self.run_file.data.same_text,
         )
         self.ended = False
         self._began_round: int | None = None

@@ -49,6 +49,7 @@ class Aggregation:
         held: Mapping[bytes, Held],
         log: ConsensusLog,
         consensus: Consensus,
+        same_text: bool = True,
     ) -> Entry:
         """The step of a round from the updates it agreed on, `held` by their digests. It is kept
         for `apply`."""
@@ -57,7 +58,7 @@ class Aggregation:
         room = self._room.take(len(weights))
         async with self._lock:
             computed = await asyncio.to_thread(
-                _computed, action, held, log, weights, steps, self._trend, room
+                _computed, action, held, log, weights, steps, self._trend, room, same_text
             )
         self._computed[computed.entry.digest] = computed
         return computed.entry
@@ -88,6 +89,7 @@ def _computed(
     steps: tuple[FixedUpdate, ...],
     trend: Trend,
     room: Quanta | None,
+    same_text: bool,
 ) -> Computed:
     trend.follow(steps)
     updates = [held[ref.digest].update for ref in action.refs]
@@ -96,6 +98,7 @@ def _computed(
         recent_norms=log.recent_norms(),
         trend=trend,
         past_scores=[log.past_scores(ref.sender) for ref in action.refs],
+        same_text=same_text,
     )
     scores = result.scores or (0,) * len(updates)
     parts = [

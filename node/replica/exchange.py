@@ -42,6 +42,7 @@ class ReplicaSettings:
     rules: RoundRules
     codec: UpdateCodec
     snapshot_every: int
+    same_text: bool = True  # all hosts are known to have the same
 
 
 @dataclass(frozen=True)

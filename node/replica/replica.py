@@ -374,7 +374,8 @@ class Replica:
         if log.head.digest != action.base or any(h is None for h in held):
             return
         found = {h.ref.digest: h for h in held if h is not None}
-        entry = await self._aggregation.compute(action, found, log, consensus)
+        same_text = self.settings.same_text
+        entry = await self._aggregation.compute(action, found, log, consensus, same_text)
         self.hear(act.StepReady(entry))
 
     def _apply(self, entry: Entry) -> FixedUpdate:
