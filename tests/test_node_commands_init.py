@@ -64,7 +64,9 @@ def test_summary() -> None:
     assert "1.9 million parameters in 4 blocks, 300 rounds of 4 s, 20 minutes" in summary(
         preset("tiny", "x")
     )
-    assert "7 days in all" in summary(preset("large", "x"))
+    assert "GB in all, both ways" in summary(preset("tiny", "x"))  # it is over within a day
+    week = summary(preset("large", "x"))
+    assert "7 days in all" in week and "GB per day, both ways" in week
 
 
 def test_the_command_line_stays_quick() -> None:

@@ -106,11 +106,13 @@ def summary(runfile: RunFile) -> str:
     shape, rounds = runfile.run.model, runfile.rounds
     total = sum(block_parameters(runfile.run))
     hosts = runfile.exchange.min_replicas
+    days = rounds.count * rounds.period_s / 86400.0
+    moved_gb = expected_gb_per_day(runfile, hosts) * min(days, 1.0)
     return (
         f"{total / 1e6:.1f} million parameters in {shape.blocks} blocks, {rounds.count} rounds of "
         f"{rounds.period_s:g} s, {_duration(rounds.count * rounds.period_s)} in all. A host needs "
         f"up to {worker_memory_bytes(runfile) / 1e9:.1f} GB of memory; with {hosts} hosts on each "
-        f"block it moves up to {expected_gb_per_day(runfile, hosts):.1f} GB per day, both ways"
+        f"block it moves up to {moved_gb:.2g} GB {'per day' if days > 1 else 'in all'}, both ways"
     )
 
 
