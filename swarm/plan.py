@@ -1,7 +1,8 @@
 """How a run is cut into rounds, and how dense its updates are: from its length and its hosts.
 
 Decides rounds, windows and densities for the presets and for `blockswarm init`; a run file may say
-anything else. The numbers come from `benchmarks.worth` and the trials in docs/trials.md:
+anything else. The numbers come from the trials in docs/trials.md; `benchmarks.worth` is there to
+hold the presets against them:
 
 - Replicas that go far apart between two exchanges lose what averaging could give them. How far is a
   matter of learning rate times steps: with 4 replicas 0.04 kept all of a cluster's gain, 0.08 kept

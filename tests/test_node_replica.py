@@ -13,6 +13,7 @@ import pytest
 from replica_swarm import QUANTUM, RUN, SIZE, Swarm, run, same_head
 
 from node.replica.running_weights import Moment
+from node.trainer.trainer import TrainerError
 from protocol import messages
 from protocol.frames import Refused
 from protocol.messages import Message
@@ -126,6 +127,31 @@ def test_reset_keeps_what_is_in_flight(tmp_path: Path) -> None:
             assert np.allclose(a.unsent(), in_flight * QUANTUM, atol=4 * QUANTUM)
         await swarm.until(lambda: a.head.round > head.round)
         await swarm.until(lambda: np.abs(a.unsent()).max() < 16 * QUANTUM)
+
+    run(work, tmp_path)
+
+
+def test_a_trainer_that_dies_during_a_save_is_lost_and_nothing_counts_twice(tmp_path: Path) -> None:
+    """What was aside is in the weights for the save: nobody may go on from them as they are."""
+
+    async def work(swarm: Swarm) -> None:
+        a, b = swarm.add("a").start(), swarm.add("b").start()
+        await swarm.until(lambda: a.head.round >= 3 and a.replica.running.aside is not None)
+
+        async def save(moment: Moment) -> None:
+            a.toy.alive = a.toy.learns = False
+
+        with pytest.raises(TrainerError):
+            await a.replica.at_rest(save)
+        assert a.replica.running.queue.lost and a.losses
+        a.toy.alive = True
+        a.replica.reset_weights()
+        await swarm.until(lambda: not a.replica.running.queue.lost)
+        number = a.head.round
+        await swarm.until(lambda: a.head.round >= number + 3 and not a.replica.state.in_flight)
+        # It learns no more, so all that is unsent would be what was counted twice.
+        await swarm.until(lambda: bool(np.abs(a.unsent()).max() < 64 * QUANTUM))
+        assert b.head.round >= number
 
     run(work, tmp_path)
 

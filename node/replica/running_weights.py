@@ -156,11 +156,19 @@ class RunningWeights:
             await work(moment)
             return
         aside = self.aside.astype(np.float32)
-        await self.trainer.correct([Change(None, aside)])
+        await self._correct_or_lose(aside)
         try:
             await work(moment)
         finally:
-            await self.trainer.correct([Change(None, -aside)])
+            await self._correct_or_lose(-aside)
+
+    async def _correct_or_lose(self, values: Floats) -> None:
+        """Whether a correction that failed was made nobody knows: the weights are lost."""
+        try:
+            await self.trainer.correct([Change(None, values)])
+        except TrainerError as error:
+            self.queue.lose(error.message)
+            raise
 
     def reset(self, log: ConsensusLog, consensus: Consensus) -> None:
         """Set the weights to the consensus and what is in flight: all else is lost.
