@@ -21,6 +21,7 @@ def row(kind: str, hosts: int, ce: float, **more: Any) -> dict[str, Any]:
         "hosts": hosts,
         "learning_rate": 0.002,
         "ce": ce,
+        "ce_not_fitted": ce,
         "ce_own": ce - 0.002,
         "everything_mb": 1000.0 if kind.startswith("dense") else 20.0,
         "bytes_seen": 3e6 * (hosts if "swarm" in kind else 1),
