@@ -1,9 +1,10 @@
 """Gigabytes moved per nat of CE: 4 blocks, 6 workers as in the paper, several codecs and rounds.
 
-Trains in one process (`benchmarks.exchange`). Bytes are those of all hosts, as their ledgers would
-book them: `update` (replicas of a block), `relay` (workers that follow the logs of other blocks),
-and an estimate for votes and records. CE is the assembled model's, honest, on WikiText-2's valid
-split, composition fitted on other bytes of it. All rows see the same bytes per worker.
+Trains in one process (`benchmarks.exchange`), with the rounds and the learning rates of the preset
+`tiny`. Bytes are those of all hosts, as their ledgers would book them: `update` (replicas of a
+block), `relay` (workers that follow the logs of other blocks), and an estimate for votes and
+records. CE is the assembled model's, honest, on WikiText-2's valid split, composition fitted on
+other bytes of it. All rows see the same bytes per worker.
 """
 
 from __future__ import annotations
@@ -11,81 +12,95 @@ from __future__ import annotations
 import json
 import statistics
 import time
-from collections.abc import Callable
-from dataclasses import asdict, dataclass, replace
+from collections.abc import Iterator
+from dataclasses import KW_ONLY, asdict, dataclass, replace
 from typing import Any
 
 import torch
 
 from benchmarks import harness
 from benchmarks.exchange import ExchangeRules, ExchangeSwarm
-from benchmarks.exchange_rows import DEFAULT, HeldOut, cpu_minutes, run_of
+from benchmarks.exchange_rows import HeldOut, cpu_minutes
 from node.data.corpus import benchmark_corpus
 from node.machine.memory import keep_freed_memory
-from swarm.run import ModelShape, Optimizer, Run, Training
+from protocol.codec import CodecSpec
+from swarm.consensus.schedule import CodecSchedule
+from swarm.run import ModelShape, Run
+from swarm.run_template import preset
+from swarm.runfile import RunFile, scheduled_steps
 
 SIX_WORKERS = (2, 2, 1, 1)
 ONE_EACH = (1, 1, 1, 1)
 TARGET_CE = 1.811  # the paper's three-host run ended here
 CURVE_POINTS = 12
-ADAMW = "AdamW: "  # how the names of rows with another optimizer than the default's begin
-SAME_CE = 0.02  # nats: within it two ways to exchange count as equal
+QUICK_ROUNDS = 8
 
 
 @dataclass(frozen=True)
 class Variant:
-    """One way to exchange."""
+    """One way to exchange. What is None is as the preset has it."""
 
     name: str
-    codec: str
-    steps_per_round: int
-    rounds: int
+    _: KW_ONLY
+    codec: str | None = None
+    ends_density: float | None = None
+    longer: int = 1  # so many times the steps in a round, for as many rounds fewer
     seed: int = 0
     replicas: tuple[int, ...] = SIX_WORKERS
     quick: bool = False
-    optimizer: Optimizer = "muon"
 
     @property
     def key(self) -> str:
-        fields = asdict(self)
-        if self.optimizer == "adamw":  # rows from before there was another one
-            fields.pop("optimizer")
-        return json.dumps(fields, sort_keys=True)
+        exchange = [str(self.codecs.base), self.codecs.ends_density]
+        settings = [asdict(self.run.training), exchange, self.rounds]
+        return json.dumps([asdict(self), settings], sort_keys=True)
+
+    @property
+    def file(self) -> RunFile:
+        return preset("tiny", "gb-per-nat", self.seed)
+
+    @property
+    def rounds(self) -> int:
+        return (QUICK_ROUNDS if self.quick else self.file.rounds.count) // self.longer
 
     @property
     def run(self) -> Run:
-        shape = ModelShape(layers=1, width=32, context=64) if self.quick else None
-        run = run_of(self.rounds, self.steps_per_round, self.seed, shape)
-        return replace(run, training=replace(run.training, optimizer=self.optimizer))
+        run = self.file.run
+        shape = ModelShape(layers=1, width=32, context=64) if self.quick else run.model
+        steps = self.longer * run.training.steps_per_round
+        training = replace(run.training, steps_per_round=steps)
+        training = replace(training, steps=scheduled_steps(training, self.rounds))
+        return replace(run, model=shape, training=training)
+
+    @property
+    def codecs(self) -> CodecSchedule:
+        exchange = self.file.exchange
+        ends = exchange.ends_density if self.ends_density is None else self.ends_density
+        return CodecSchedule(CodecSpec.parse(self.codec or exchange.codec), self.rounds, ends)
+
+    @property
+    def rules(self) -> ExchangeRules:
+        return ExchangeRules(self.codecs, same_text=self.file.data.same_text)
 
 
 def variants(quick: bool) -> list[Variant]:
     """Most wanted first: a cut-off session leaves the best part."""
-    rounds, steps = (8, 2) if quick else (200, 2)
-    rows: list[Variant] = []
-
-    def add(name: str, codec: str = DEFAULT, longer: int = 1, **changes: Any) -> None:
-        rows.append(Variant(name, codec, longer * steps, rounds // longer, quick=quick, **changes))
-
-    _add_ways(add, "", () if quick else (1, 2))
-    if not quick:  # as everything was before Muon was tried
-        _add_ways(lambda *a, **changes: add(*a, optimizer="adamw", **changes), ADAMW, (1, 2))
-    return rows
+    return list(_variants(quick))
 
 
-def _add_ways(add: Callable[..., None], prefix: str, more_seeds: tuple[int, ...]) -> None:
-    add(f"{prefix}default")
-    add(f"{prefix}dense fp32", "fp32")
-    add(f"{prefix}int8", "int8")
-    add(f"{prefix}one worker a block", replicas=ONE_EACH)
-    for seed in more_seeds:
-        add(f"{prefix}default, seed {seed}", seed=seed)
-        add(f"{prefix}one worker a block, seed {seed}", seed=seed, replicas=ONE_EACH)
-    add(f"{prefix}top-k 1 %", "topk:0.01:2:overall")
-    add(f"{prefix}top-k 5 %", "topk:0.05:2:overall")
-    add(f"{prefix}rounds twice as long", longer=2)
-    add(f"{prefix}rounds 4 times as long", longer=4)
-    add(f"{prefix}dense fp32, rounds 4 times as long", "fp32", longer=4)
+def _variants(quick: bool) -> Iterator[Variant]:
+    yield Variant("default", quick=quick)
+    yield Variant("one worker a block", replicas=ONE_EACH, quick=quick)
+    for seed in () if quick else (1, 2):
+        yield Variant(f"default, seed {seed}", seed=seed)
+        yield Variant(f"one worker a block, seed {seed}", seed=seed, replicas=ONE_EACH)
+    yield Variant("dense fp32", codec="fp32", ends_density=0.0, quick=quick)
+    yield Variant("top-k 5 %", codec="topk:0.05:2:overall", quick=quick)
+    yield Variant("rounds twice as long", longer=2, quick=quick)
+    yield Variant("top-k 2 %", codec="topk:0.02:2:overall", quick=quick)
+    yield Variant("the ends no denser", ends_density=0.0, quick=quick)
+    yield Variant("int8", codec="int8", ends_density=0.0, quick=quick)
+    yield Variant("rounds 4 times as long", longer=4, quick=quick)
 
 
 def measure(variant: Variant) -> dict[str, Any]:
@@ -93,7 +108,7 @@ def measure(variant: Variant) -> dict[str, Any]:
     torch.set_num_threads(1)
     run = variant.run
     corpus = benchmark_corpus()
-    swarm = ExchangeSwarm(run, variant.replicas, corpus.train, ExchangeRules(variant.codec))
+    swarm = ExchangeSwarm(run, variant.replicas, corpus.train, variant.rules)
     sizes = (4096, 2048, 2048) if variant.quick else (250_000, 16_384, 32_768)
     held_out = HeldOut(run, *sizes)
     began = time.process_time()
@@ -108,12 +123,12 @@ def measure(variant: Variant) -> dict[str, Any]:
     ce_end = held_out.end_ce(swarm)
     moved, gained = swarm.moved, ce_start - ce_end
     return {
-        "codec": variant.codec,
-        "steps_per_round": variant.steps_per_round,
+        "codec": str(variant.codecs.base),
+        "ends_density": variant.codecs.ends_density,
+        "steps_per_round": run.training.steps_per_round,
         "rounds": variant.rounds,
         "workers": sum(variant.replicas),
         "seed": variant.seed,
-        "optimizer": variant.optimizer,
         "ce": ce_end,
         "update_mb": moved.update / 1e6,
         "everything_mb": moved.everything / 1e6,
@@ -129,15 +144,8 @@ def measure(variant: Variant) -> dict[str, Any]:
 
 
 def pareto(rows: harness.Rows) -> list[str]:
-    """Names of the rows of six workers and seed 0 that no other one beats in bytes and CE; of the
-    default optimizer, so that they differ in how they exchange alone."""
-    found = [
-        r
-        for r in rows
-        if r["workers"] == sum(SIX_WORKERS)
-        and r["seed"] == 0
-        and r.get("optimizer", "adamw") == Training().optimizer
-    ]
+    """Names of the rows of six workers and seed 0 that no other one beats in bytes and CE."""
+    found = [r for r in rows if r["workers"] == sum(SIX_WORKERS) and r["seed"] == 0]
     return [
         row["name"]
         for row in found
@@ -151,11 +159,6 @@ def pareto(rows: harness.Rows) -> list[str]:
 
 
 def figures(rows: harness.Rows) -> harness.Figures:
-    """Of the default optimizer; and the same of AdamW, under names that say so."""
-    return harness.figures_apart(rows, ADAMW, "adamw_", _figures)
-
-
-def _figures(rows: harness.Rows) -> harness.Figures:
     by_name = {row["name"]: row for row in rows}
     out: harness.Figures = {}
     default = by_name.get("default")

@@ -184,7 +184,6 @@ def row(name: str, ce: float, mb: float, seed: int = 0, workers: int = 6) -> dic
         "rounds": 200,
         "workers": workers,
         "seed": seed,
-        "optimizer": "muon",
         "ce": ce,
         "update_mb": mb,
         "relay_mb": mb,
@@ -214,14 +213,6 @@ def test_figures_of_gb_per_nat() -> None:
     assert found["ce_spread"] == pytest.approx(0.02)
     assert gb_per_nat.pareto(ROWS) == ["default", "dense fp32"]
     assert gb_per_nat.figures([]) == {}
-
-
-def test_another_optimizers_figures_have_names_of_their_own() -> None:
-    before = {**row("AdamW: default", 1.9, 3), "optimizer": "adamw"}
-    found = gb_per_nat.figures([*ROWS, before])
-    assert found["ce_default"] == 1.75 and found["adamw_ce_default"] == 1.9
-    assert gb_per_nat.figures(ROWS).items() <= found.items()
-    assert "AdamW: default" not in gb_per_nat.pareto([*ROWS, before])
 
 
 def test_page_of_gb_per_nat(tmp_path: Path) -> None:
