@@ -13,7 +13,8 @@ from pathlib import Path
 import pytest
 from packaging.requirements import Requirement
 
-ROOT = Path(__file__).resolve().parent.parent
+from tests.support.paths import ROOT
+
 MAY_IMPORT = {
     "protocol": {"protocol"},
     "swarm": {"protocol", "swarm"},

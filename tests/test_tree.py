@@ -13,7 +13,8 @@ from pathlib import Path
 
 import pytest
 
-ROOT = Path(__file__).parent.parent
+from tests.support.paths import ROOT
+
 PACKAGES = ("protocol", "swarm", "node", "benchmarks")
 IN_FOLDERS = ("swarm", "node")
 HIDDEN = ("__init__", "__main__")

@@ -23,9 +23,6 @@ from typing import Any
 
 import pytest
 import uvloop
-from command_line import Cli, Result, run_command
-from live import Process, tiny_run_file
-from loopback import _no_daemon_left, daemon_settings, run, tell_the_time  # noqa: F401
 
 import node.network.daemon as node_daemon
 from node.network import invitation
@@ -42,6 +39,10 @@ from protocol.records import Role
 from protocol.version import PACKAGE_VERSION, PROTOCOL_MAJOR
 from swarm.run_template import emit
 from swarm.runfile import RunFile, run_id, with_start
+from tests.support.command_line import Cli, Result, run_command
+from tests.support.live import Process, tiny_run_file
+from tests.support.loopback import _no_daemon_left, daemon_settings, run, tell_the_time  # noqa: F401
+from tests.support.paths import ROOT
 
 STRANGER = Identity(b"s" * 32).peer_id
 RUN_FILE = with_start(emit(tiny_run_file()), int(time.time()) - 5)
@@ -280,7 +281,7 @@ def process(folder: Path, *arguments: object, before: str = "") -> Result:
     """The command in a process of its own, in which `before` is run first."""
     environment = {
         **os.environ,
-        "PYTHONPATH": str(Path(__file__).parent.parent),
+        "PYTHONPATH": str(ROOT),
         "XDG_STATE_HOME": str(folder / "state"),
         "OMP_NUM_THREADS": "1",
     }

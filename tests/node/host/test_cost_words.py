@@ -1,0 +1,64 @@
+"""What taking part costs, in words: every figure is there, and a lack is called one."""
+
+from __future__ import annotations
+
+from dataclasses import replace
+from pathlib import Path
+
+import pytest
+
+from node.host import cost_words
+from node.host.cost_words import Allowed, cost_lines
+from swarm.cost import RUNTIME_BYTES, disk_bytes, expected_gb_per_day, worker_memory_bytes
+from swarm.run_template import PRESETS, preset
+from swarm.runfile import DataRules
+from tests.support.paths import ROOT
+
+TINY = preset("tiny", "tiny")
+
+
+def test_memory_traffic_disk_and_text(tmp_path: Path) -> None:
+    text = "\n".join(cost_lines(TINY, tmp_path / "not" / "yet", None, 1, Allowed()))
+    assert f"memory   {worker_memory_bytes(TINY) / 1e9:.1f} GB" in text
+    assert f"traffic  {expected_gb_per_day(TINY, 2):.1f} GB a day" in text
+    assert f"disk     {disk_bytes(TINY, 2) / 1e9:.2f} GB in {tmp_path}" in text
+    assert "no download" in text and "free here" in text and "limit" not in text
+
+
+def test_limits_are_shown_beside_it(tmp_path: Path) -> None:
+    allowed = Allowed(2 * 10**9, 5 * 10**9, 1_250_000.0, 2_500_000.0)
+    text = "\n".join(cost_lines(TINY, tmp_path, 0, 3, allowed, "book.txt"))
+    assert "for 3 workers" in text and "--max-memory allows 2.0 GB" in text
+    assert "your limit: 5.0 GB a day; at most 10 Mbit/s up and 20 Mbit/s down" in text
+    assert f"memory   {3 * worker_memory_bytes(TINY, 0) / 1e9:.1f} GB" in text
+    assert "your own, book.txt" in text
+
+
+def test_too_little_is_said(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.setattr(cost_words, "available_memory_bytes", lambda: 10**8)
+    assert "NOT ENOUGH" in cost_lines(TINY, tmp_path, None, 1, Allowed())[1]
+
+
+def test_what_is_downloaded(tmp_path: Path) -> None:
+    small = preset("small", "s")
+    assert "wikitext-103: 0.2 GB downloaded once" in cost_lines(small, tmp_path, 0, 1, Allowed())[4]
+    own = replace(TINY, data=DataRules("own", ""))
+    assert "--data" in cost_lines(own, tmp_path, None, 1, Allowed())[4]
+
+
+def test_the_table_of_the_host_guide() -> None:
+    """The page shows what the program would say."""
+    page = (ROOT / "docs" / "host-guide.md").read_text()
+    hosts = (2, 3, 4, 16)
+    for name in PRESETS:
+        run = preset(name, name)
+        daily = [expected_gb_per_day(run, count) for count in hosts]
+        traffic = " / ".join(f"{gb:.1f}" if gb < 10 else f"{gb:.0f}" for gb in daily)
+        disk = dict.fromkeys(cost_words._gb(disk_bytes(run, count)) for count in (2, 16))
+        memory = cost_words._gb(worker_memory_bytes(run))
+        assert f"| `{name}` | {memory} | {traffic} | {' to '.join(disk)} |" in page
+    assert f"both ways, {' / '.join(map(str, hosts))} hosts on each block" in page
+    wanted = {name: preset(name, name).exchange.min_replicas for name in PRESETS}
+    assert wanted == {"tiny": 2, "small": 3, "large": 3}
+    assert "`min_replicas`: 2 in `tiny`, 3 in `small` and `large`" in page
+    assert f"about {RUNTIME_BYTES / 1e9:.1f} GB of it is Python, torch and p2pd" in page
