@@ -10,9 +10,11 @@ from __future__ import annotations
 
 import asyncio
 import logging
+import random
 from collections.abc import Callable, Mapping, Sequence
 from contextlib import suppress
 from dataclasses import dataclass
+from pathlib import Path
 from typing import Protocol
 
 from node.host.block_choice import credible, fresh
@@ -22,14 +24,15 @@ from node.host.first_consensus import first_consensus
 from node.host.saving import Saver
 from node.host.settings import HostSettings
 from node.host.state import HostState
-from node.host.training import Training
+from node.host.training import MakeTrainer, Training
 from node.log.copies import Copies
 from node.log.follow import Follower
 from node.machine.going_on import going_on
 from node.machine.phases import mark
 from node.machine.tasks import BackgroundTasks
-from node.network.network import Network
+from node.network.network import Network, NetworkSettings
 from node.network.peers import NetworkPeers
+from node.network.service import Status
 from node.replica.board import ReplicaBoard
 from node.replica.canary import CanaryWatch
 from node.replica.exchange import ReplicaSettings
@@ -38,7 +41,7 @@ from node.replica.running_weights import Moment
 from node.replica.service import serve_replica
 from node.serving.trained import TrainedServer
 from node.trainer.process import TrainerSettings
-from node.trainer.trainer import TrainerError
+from node.trainer.trainer import Trainer, TrainerError
 from protocol.errors import BlockswarmError, UsageError, WireError
 from protocol.identity import peer_text
 from swarm.consensus.log import ConsensusLog, Entry
@@ -67,10 +70,26 @@ class NoteEvent(Protocol):
 
 
 @dataclass(frozen=True)
+class Parts:
+    """What a host is built of. A simulated host (`node.simulator`) is built of others."""
+
+    network: Callable[[NetworkSettings, Callable[[], Status], Callable[[str], None]], Network]
+    trainer: MakeTrainer
+    replica: type[Replica]
+    events: Callable[[Path, Callable[[str], None]], EventLog]
+    numbers: random.Random
+
+
+def live_parts() -> Parts:
+    return Parts(Network, Trainer, Replica, EventLog, random.Random())
+
+
+@dataclass(frozen=True)
 class Premises:
     """What a host has, whichever block it works on."""
 
     settings: HostSettings
+    parts: Parts
     run_file: RunFile
     run_id: bytes
     rules: RoundRules
@@ -88,8 +107,6 @@ class Premises:
 
 class BlockWork:
     """The work on `block`, from `run` until it is cancelled. It is its replica's `Listener`."""
-
-    replica_type: type[Replica] = Replica
 
     def __init__(self, premises: Premises, block: int, paused: bool) -> None:
         self.premises, self.block, self.paused = premises, block, paused
@@ -112,7 +129,7 @@ class BlockWork:
             self._on_record,
             premises.rules.period_s / 2,
         )
-        self.replica = self.replica_type(
+        self.replica = premises.parts.replica(
             ReplicaSettings(
                 premises.run_id,
                 block,
@@ -142,6 +159,7 @@ class BlockWork:
             self.replica,
             self.training.trainer.evaluate,
             judges=self.run_file.data.same_text,
+            clock=asyncio.get_running_loop().time,
         )
         self.ended = False
         self._began_round: int | None = None
@@ -255,6 +273,7 @@ class BlockWork:
             self.run_file.data.sha256,
         )
         return Training(
+            self.premises.parts.trainer,
             trainer,
             self.run_file,
             self.writer.measured,

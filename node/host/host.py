@@ -10,15 +10,13 @@ from __future__ import annotations
 import asyncio
 import gc
 import logging
-import time
 from collections.abc import Callable, Mapping
 from dataclasses import replace
 
 from node.host.block_choice import UNLIMITED, BlockWatch, choose_block
-from node.host.block_work import BlockWork, Premises
+from node.host.block_work import BlockWork, Parts, Premises, live_parts
 from node.host.budget import FILE as BUDGET_FILE
 from node.host.budget import DailyBudget
-from node.host.event_log import EventLog
 from node.host.events import EventWriter
 from node.host.saving import Saver
 from node.host.settings import HostSettings
@@ -27,7 +25,6 @@ from node.log.follow import Follower
 from node.machine.atomic import StorageError
 from node.machine.going_on import going_on
 from node.machine.memory import keep_freed_memory
-from node.network.network import Network
 from node.network.peer_clock import PeerClock
 from node.network.service import Status
 from node.serving.trained import trained_server
@@ -47,8 +44,11 @@ LOOK_AT_BLOCKS_S = 5.0  # at most so often, and once a round
 class Host:
     """One host. `run` takes part until it is cancelled."""
 
-    def __init__(self, settings: HostSettings, say: Callable[[str], None]) -> None:
+    def __init__(
+        self, settings: HostSettings, say: Callable[[str], None], parts: Parts | None = None
+    ) -> None:
         self.settings, self.say = settings, say
+        self.parts = parts or live_parts()
         self.run_file: RunFile = parse(settings.network.run_file)
         self.run_id = run_id(settings.network.run_file)
         if not self.run_file.started:
@@ -61,9 +61,9 @@ class Host:
             up_bytes_per_s=settings.up_bytes_per_s,
             down_bytes_per_s=settings.down_bytes_per_s,
         )
-        self.network = Network(network, self._status, say)
+        self.network = self.parts.network(network, self._status, say)
         self.me = peer_text(self.network.peer_id)
-        self.events = EventLog(settings.folder, say)
+        self.events = self.parts.events(settings.folder, say)
         self.writer = EventWriter(self.me, self.network.ledger)
         self.served = (
             trained_server(self.network, self.run_id, self.run_file.run, settings.threads, say)
@@ -141,6 +141,7 @@ class Host:
     def _premises(self) -> Premises:
         return Premises(
             self.settings,
+            self.parts,
             self.run_file,
             self.run_id,
             self.rules,
@@ -186,14 +187,16 @@ class Host:
     async def _watch_blocks(self, work: BlockWork) -> int:
         """The block that needs us more than ours does, once there is one."""
         settings, replica = self.settings, work.replica
-        watch = BlockWatch(self.network, self.run_file, settings.memory_bytes)
+        watch = BlockWatch(
+            self.network, self.run_file, settings.memory_bytes, rng=self.parts.numbers
+        )
         while True:
             await asyncio.sleep(max(self.rules.period_s, LOOK_AT_BLOCKS_S))
             if settings.block is not None or work.ended or replica.muted:
                 continue
             if watch.resting(work.rounds_here):
                 continue
-            left = self.budget.left_bytes(time.time(), self._moved_bytes())
+            left = self.budget.left_bytes(self.network.clock(), self._moved_bytes())
             with going_on(_log, "looking at the other blocks", WireError):
                 target = await watch.look(
                     self.block,
@@ -233,7 +236,7 @@ class Host:
 
     def _mind_budget(self) -> None:
         """Over the budget of the day: train on, exchange nothing until there is room again."""
-        over = self.budget.over(time.time(), self._moved_bytes())
+        over = self.budget.over(self.network.clock(), self._moved_bytes())
         if self.work is None or self.work.replica.muted == over:
             return
         self.work.mute(over)

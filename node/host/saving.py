@@ -9,14 +9,13 @@ from __future__ import annotations
 
 import asyncio
 import logging
-import time
 from collections.abc import Callable
 from pathlib import Path
 
 from node.host.state import DamagedState, HostState, StateError, StateFolder
 from node.replica.replica import Replica
 from node.replica.running_weights import Moment
-from node.trainer.trainer import Trainer, TrainerError
+from node.trainer.trainer import BlockTrainer, TrainerError
 from protocol.errors import BlockswarmError, WireError
 from swarm.consensus.updates import UpdateCodec
 
@@ -54,7 +53,7 @@ class Saver:
         self,
         saved: HostState,
         replica: Replica,
-        trainer: Trainer,
+        trainer: BlockTrainer,
         codec: UpdateCodec,
         snapshot_every: int,
     ) -> None:
@@ -73,12 +72,13 @@ class Saver:
             return
         replica.restore(moment)
 
-    async def run(self, replica: Replica, trainer: Trainer, block: int) -> None:
+    async def run(self, replica: Replica, trainer: BlockTrainer, block: int) -> None:
         """Save whenever it is due, until cancelled."""
         while True:
             await self.due.wait()
             self.due.clear()
-            began_s = time.monotonic()
+            now_s = asyncio.get_running_loop().time
+            began_s = now_s()
             try:
                 await self.save(replica, trainer, block)
                 self._in_trouble = False
@@ -87,7 +87,7 @@ class Saver:
             except BlockswarmError as error:
                 if not replica.running.queue.lost:
                     self._cannot(error)
-            await asyncio.sleep((SAVING_SHARE - 1) * (time.monotonic() - began_s))
+            await asyncio.sleep((SAVING_SHARE - 1) * (now_s() - began_s))
 
     def _cannot(self, error: BlockswarmError) -> None:
         if not self._in_trouble:
@@ -95,7 +95,7 @@ class Saver:
             self.say(f"{error.message}; training goes on without saving")
         self._in_trouble = True
 
-    async def save(self, replica: Replica, trainer: Trainer, block: int) -> None:
+    async def save(self, replica: Replica, trainer: BlockTrainer, block: int) -> None:
         """All parts of one moment: the trainer's in the queue's turn, then the rest of it."""
         path = self.folder.trainer_path()
         moments: list[Moment] = []

@@ -17,10 +17,13 @@ from node.log.copies import Copies
 from node.network.gate import Backoff
 from node.replica.replica import Replica
 from node.trainer.process import TrainerSettings
-from node.trainer.trainer import Trainer, TrainerError
+from node.trainer.trainer import BlockTrainer, OnDeath, OnProgress, TrainerError
 from swarm.runfile import RunFile, scheduled_steps
 
 _log = logging.getLogger(__name__)
+
+
+MakeTrainer = Callable[[TrainerSettings, OnProgress, OnDeath], BlockTrainer]
 
 
 class Training:
@@ -28,6 +31,7 @@ class Training:
 
     def __init__(
         self,
+        make: MakeTrainer,
         settings: TrainerSettings,
         run_file: RunFile,
         measured: Measured,
@@ -37,7 +41,7 @@ class Training:
     ) -> None:
         self.run_file, self.measured = run_file, measured
         self.tell, self.say, self.spawn = tell, say, spawn
-        self.trainer = Trainer(settings, measured.hear_progress, self._died)
+        self.trainer = make(settings, measured.hear_progress, self._died)
         self.paused = False
         self._replica: Replica | None = None
         self._lost = asyncio.Event()

@@ -26,11 +26,11 @@ class SteadyTime:
         wall: Callable[[], float] = time.time,
         steady: Callable[[], float] = since_boot_s,
     ) -> None:
-        self._wall, self._steady = wall, steady
+        self._wall, self.steady = wall, steady
         self._base_s = wall() - steady()
 
     def __call__(self) -> float:
-        return self._base_s + self._steady()
+        return self._base_s + self.steady()
 
     @property
     def stepped_s(self) -> float:

@@ -39,6 +39,7 @@ from protocol.limits import (
 from protocol.records import Record, SignedRecord, dht_key, key_names
 
 PEERS_REMEMBERED = 256
+SALT_BYTES = 16
 JOIN_THROUGH = 16  # cached peers that are tried at once
 JOIN_S = 8.0  # for one of them
 LOOKUP_S = 20.0
@@ -135,13 +136,15 @@ class Discovery:
         ledger: Ledger,
         clock: Callable[[], float] = time.time,
         blocks: int | None = None,  # of the run, if that is known
+        salt: bytes | None = None,
     ) -> None:
         self.run_id = run_id
         self.book, self.standings = book, book.standings
         self._identity = identity
         self._ledger = ledger
         self._clock = clock
-        self._salt = secrets.token_bytes(16)  # nobody can grind identities that we prefer
+        # Nobody can grind identities that we prefer.
+        self._salt = salt or secrets.token_bytes(SALT_BYTES)
         runs = frozenset({run_id})
         self._stored = RecordTable(runs, blocks=blocks)  # for others, as a node of the DHT
         self._heard = RecordTable(runs, blocks=blocks)  # verified ones from our own lookups
@@ -162,8 +165,11 @@ class Discovery:
 
     async def attach(self, p2p: Any, transport: Transport) -> None:
         """Answer the DHT on a daemon that has just started. The records stay."""
-        self._ring = await Ring.open(p2p, self._stored, self._estimate, self._clock)
-        self._transport = transport
+        self.use(await Ring.open(p2p, self._stored, self._estimate, self._clock), transport)
+
+    def use(self, ring: Ring, transport: Transport) -> None:
+        """Look up and announce through these."""
+        self._ring, self._transport = ring, transport
 
     def detach(self) -> None:
         self._ring = self._transport = None

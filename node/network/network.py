@@ -12,7 +12,6 @@ import asyncio
 import dataclasses
 import logging
 import random
-import time
 from collections.abc import Awaitable, Callable
 from contextlib import suppress
 from dataclasses import dataclass, field
@@ -24,7 +23,7 @@ from node.machine.steady_time import SteadyTime
 from node.network.addresses import from_option, through_relay, to_announce, with_peer
 from node.network.daemon import Daemon, DaemonError, DaemonSettings
 from node.network.dial_back import DialBacks, caller_address
-from node.network.discovery import Discovery, PeerBook, parse_seeds
+from node.network.discovery import SALT_BYTES, Discovery, PeerBook, parse_seeds
 from node.network.gate import Backoff, DaemonGone, Gate, Said, with_backoff
 from node.network.kept_files import KeptFiles
 from node.network.p2pd_stream import P2pdStream
@@ -93,14 +92,15 @@ class Network:
         say: Callable[[str], None] = lambda line: None,
         rng: random.Random | None = None,
         gate: Gate | None = None,
+        clock: SteadyTime | None = None,
     ) -> None:
         self.settings = settings
         self._seeds = parse_seeds(settings.join)
         folder = settings.state_folder
         self.ledger = Ledger.load(folder / "ledger.json") if folder else Ledger()
         self.service = Service(self.ledger, gate, up_bytes_per_s=settings.up_bytes_per_s)
-        self.clock = SteadyTime()
-        self.standings = Standings()
+        self.clock = clock or SteadyTime()
+        self.standings = Standings(self.clock.steady)
         book = PeerBook(folder / "peers.json" if folder else None, self.standings)
         self.kept = KeptFiles(folder)
         self.kept.keep("peers.json", book.to_bytes)
@@ -108,7 +108,13 @@ class Network:
         # Last: from here on the identity is locked, until `stop`.
         self.identity: Identity = load_or_create(settings.daemon.identity_path)
         self.discovery = Discovery(
-            self.identity, settings.run_id, book, self.ledger, self.clock, settings.blocks
+            self.identity,
+            settings.run_id,
+            book,
+            self.ledger,
+            self.clock,
+            settings.blocks,
+            salt=None if rng is None else rng.randbytes(SALT_BYTES),
         )
         self.restarts = 0
         self._up, self._down = (
@@ -256,14 +262,15 @@ class Network:
 
     async def _keep_company(self) -> None:
         """Join again when nobody answers any more; with growing waits, and said once."""
-        attempt, saved_s = 0, time.monotonic()
+        now_s = asyncio.get_running_loop().time
+        attempt, saved_s = 0, now_s()
         while True:
             wait_s = self.settings.check_every_s
             if attempt:
                 wait_s = self.settings.backoff.wait_s(attempt - 1, self._rng)
             await asyncio.sleep(wait_s)
-            if time.monotonic() - saved_s > BOOK_EVERY_S:
-                saved_s = time.monotonic()
+            if now_s() - saved_s > BOOK_EVERY_S:
+                saved_s = now_s()
                 with suppress(BlockswarmError, OSError):  # a full disk
                     await self.kept.save()
             try:

@@ -179,6 +179,14 @@ class Service:
         """
         self._entries[request.KIND] = _Entry(handler, bulk)
 
+    async def reply_to(self, request: Message, peer_id: bytes) -> Reply:
+        """What the handler of a request says, whatever places there are. Raises its refusal."""
+        entry = self._entries.get(request.KIND)
+        if entry is None:
+            raise frames.Refused(ErrorCode.UNKNOWN_KIND, "not a request that is answered here")
+        async with asyncio.timeout(self._control_deadline_s):
+            return await entry.handler(request, peer_id)
+
     @property
     def transfers(self) -> int:
         """Bulk answers under way."""
@@ -237,15 +245,11 @@ class Service:
     async def _answer(self, channel: Channel, request: Message, peer_id: bytes) -> Reply | None:
         """The answer to send; None if it was sent already, while its place was held."""
         entry = self._entries.get(request.KIND)
-        if entry is None:
-            raise frames.Refused(ErrorCode.UNKNOWN_KIND, "not a request that is answered here")
-        if not entry.bulk:
-            async with asyncio.timeout(self._control_deadline_s):
-                return await entry.handler(request, peer_id)
+        if entry is None or not entry.bulk:
+            return await self.reply_to(request, peer_id)
         gate = self.updates if request.KIND is Kind.UPDATE_REQUEST else self.gate
         with gate.enter(peer_id) as place:
-            async with asyncio.timeout(self._control_deadline_s):
-                reply = await entry.handler(request, peer_id)
+            reply = await self.reply_to(request, peer_id)
             channel.deadline = Deadline.after(self._bulk_deadline_s)
             await self._send_in(place, channel, reply)
             return None
@@ -285,15 +289,10 @@ class Service:
             raise frames.Truncated(str(error)) from error
 
     async def _refuse(self, channel: Channel, error: Exception) -> bool:
-        if isinstance(error, frames.Busy):
-            await messages.send(channel, _busy_reply(error))
+        message = refusal(error)
+        if isinstance(message, messages.BusyReply):
+            await messages.send(channel, message)
             return True
-        if isinstance(error, frames.Refused):
-            message = messages.ErrorReply(code=error.code, reason=error.reason)
-        else:
-            message = messages.error_reply(error)
-            if not isinstance(error, WireError):
-                _log.exception("a handler failed", exc_info=error)
         channel.deadline = self._deadline()  # a request that came too late still gets its reason
         await messages.send(channel, message)
         if message.code in _ENDS_STREAM:
@@ -321,8 +320,15 @@ class Service:
         self.ledger.book(channel.tally, peer_text(peer_id), purpose, block)
 
 
-def _busy_reply(busy: frames.Busy) -> messages.BusyReply:
-    return messages.BusyReply(retry_after_s=busy.retry_after_s)
+def refusal(error: Exception) -> messages.BusyReply | messages.ErrorReply:
+    """What a peer is told whose request failed."""
+    if isinstance(error, frames.Busy):
+        return messages.BusyReply(retry_after_s=error.retry_after_s)
+    if isinstance(error, frames.Refused):
+        return messages.ErrorReply(code=error.code, reason=error.reason)
+    if not isinstance(error, WireError):
+        _log.exception("a handler failed", exc_info=error)
+    return messages.error_reply(error)
 
 
 # --- what needs no trainer ----------------------------------------------------------------------

@@ -9,12 +9,12 @@ from __future__ import annotations
 import asyncio
 import os
 from collections.abc import AsyncIterator, Callable, Mapping, Sequence
-from contextlib import asynccontextmanager, suppress
+from contextlib import AbstractAsyncContextManager, asynccontextmanager, suppress
 from dataclasses import asdict
 from multiprocessing.connection import Connection
 from multiprocessing.process import BaseProcess
 from pathlib import Path
-from typing import Any
+from typing import Any, Protocol
 from weakref import finalize
 
 import msgpack
@@ -44,14 +44,46 @@ class TrainerError(BlockswarmError):
     """The training process refused, failed or died."""
 
 
+OnProgress = Callable[[dict[str, Any]], None]
+OnDeath = Callable[[], None]
+
+
+class BlockTrainer(Protocol):
+    """What a host needs of whoever trains its block: see `Trainer`, the one in a process."""
+
+    async def start(self) -> None: ...
+
+    async def stop(self) -> None: ...
+
+    async def begin_round(self, step: int, steps: int, rate_factor: float = 1.0) -> None: ...
+
+    async def renew_copies(self, copies: Mapping[int, Quanta]) -> None: ...
+
+    async def snapshot(self) -> Floats: ...
+
+    def held(self) -> AbstractAsyncContextManager[Floats]: ...
+
+    async def correct(self, changes: Sequence[Change]) -> None: ...
+
+    async def replace(self, flat: Floats) -> None: ...
+
+    async def evaluate(self, flat: Floats) -> float: ...
+
+    async def pause(self, paused: bool) -> None: ...
+
+    async def save(self, path: Path) -> None: ...
+
+    async def load(self, path: Path) -> None: ...
+
+
 class Trainer:
     """One training process. `on_progress` hears its progress, `on_death` its unexpected end."""
 
     def __init__(
         self,
         settings: TrainerSettings,
-        on_progress: Callable[[dict[str, Any]], None],
-        on_death: Callable[[], None],
+        on_progress: OnProgress,
+        on_death: OnDeath,
     ) -> None:
         self.settings = settings
         self.on_progress, self.on_death = on_progress, on_death

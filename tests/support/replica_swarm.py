@@ -18,6 +18,7 @@ from node.replica.canary import CanaryWatch
 from node.replica.exchange import ReplicaSettings
 from node.replica.replica import Replica
 from node.replica.service import serve_replica
+from node.simulator.virtual_time import run_virtually
 from node.trainer.trainer import TrainerError
 from protocol.frames import Oversize, Stalled, content_digest
 from protocol.identity import Identity, load_or_create
@@ -30,7 +31,6 @@ from swarm.rounds import actions as act
 from swarm.rounds.deadline import DeadlineRules
 from swarm.rounds.state import RoundRules
 from tests.support.chains import no_records
-from tests.support.virtual_time import run_virtually
 
 SIZE = 512
 PERIOD_S = 0.6

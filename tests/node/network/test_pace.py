@@ -10,8 +10,8 @@ from typing import Any
 
 import pytest
 
+from node.simulator.virtual_time import run_virtually
 from tests.support.loopback import RUN_ID, _no_daemon_left, daemon_settings, node, run  # noqa: F401
-from tests.support.virtual_time import run_virtually
 
 # isort: split
 from node.network.network import Network, NetworkSettings

@@ -10,6 +10,7 @@ from typing import Any
 
 from node.network.gate import Gate
 from node.network.service import Reply, Service
+from node.simulator.virtual_time import run_virtually
 from protocol import frames, messages
 from protocol.frames import content_digest
 from protocol.identity import generate, peer_id_of
@@ -24,7 +25,6 @@ from protocol.limits import (
     Kind,
 )
 from protocol.messages import Message
-from tests.support.virtual_time import run_virtually
 
 RUN = content_digest(b"blocks = 3\n")
 UPDATE = messages.UpdateRequest(run=RUN, block=2, round=1, digest=RUN)

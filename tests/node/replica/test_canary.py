@@ -9,10 +9,10 @@ import numpy as np
 import pytest
 
 from node.replica.canary import CanaryWatch
+from node.simulator.liar import Lie, liar
 from protocol.identity import generate, peer_text
 from swarm.learning.flat import Floats
 from swarm.rounds import actions as act
-from tests.support.liar import Lie, liar
 from tests.support.replica_swarm import Swarm, run
 
 

@@ -7,7 +7,7 @@ from collections.abc import Coroutine
 from typing import Any
 
 from node.replica.held_answers import HeldAnswers
-from tests.support.virtual_time import run_virtually
+from node.simulator.virtual_time import run_virtually
 
 
 def test_an_answer_waits_for_our_word_and_whoever_hears_it_is_named() -> None:

@@ -45,7 +45,9 @@ class VirtualTimeLoop(asyncio.SelectorEventLoop):
     def _pass(self, seconds: float) -> None:
         self._now_s += seconds
 
-    def run_in_executor(self, executor: Any, function: Any, *arguments: Any) -> Any:
+    def run_in_executor(  # type: ignore[override]
+        self, executor: Any, function: Any, *arguments: Any
+    ) -> asyncio.Future[Any]:
         future = self.create_future()
         try:
             result = function(*arguments)

@@ -1,0 +1,155 @@
+"""What is simulated: how many hosts, the links between them, what goes wrong, and when.
+
+A scenario is a small TOML file or a few options; `blockswarm simulate --help` shows one.
+"""
+
+from __future__ import annotations
+
+import random
+import tomllib
+from collections.abc import Mapping
+from dataclasses import dataclass, field, fields, replace
+from typing import Any
+
+from node.simulator.liar import Lie
+from protocol.errors import UsageError
+from swarm.run import ModelShape
+from swarm.run_template import emit, preset
+from swarm.runfile import ExchangeRules, RoundSchedule, RunFile
+
+MAX_HOSTS = 2000
+STEPS = 2  # of toy training in a round
+# Of a round's exchange, as shares of the period.
+FLOOR, CEILING, VOTE, REPAIR = 0.05, 0.3, 0.075, 0.075
+
+
+@dataclass(frozen=True)
+class Link:
+    """What lies between two hosts."""
+
+    latency_s: float = 0.05  # one way; the median of a lognormal distribution
+    jitter: float = 0.5  # its sigma
+    loss: float = 0.0  # of questions that are never answered
+    bytes_per_s: float = 12.5e6  # of a host, each way
+
+
+@dataclass(frozen=True)
+class Fault:
+    """Something that happens at a (fractional) round. `hosts` are names."""
+
+    round: float
+    kill: tuple[str, ...] = ()  # as by kill -9
+    start: tuple[str, ...] = ()  # again, from what it had saved; or for the first time
+    cut: tuple[str, ...] = ()  # these reach each other and nobody else
+    heal: bool = False  # all reach each other again
+
+
+@dataclass(frozen=True)
+class Scenario:
+    """A swarm to simulate. Hosts are called h0, h1, ... and take the blocks in turn."""
+
+    hosts: int = 8
+    blocks: int = 2
+    rounds: int = 20
+    period_s: float = 20.0
+    codec: str = "topk:0.1:8:overall"
+    coupling: str = "look_ahead"
+    learning: float = 0.1  # of the way to its goal that a toy makes in a step
+    noise: float = 0.0  # of a toy's step
+    link: Link = field(default_factory=Link)
+    faults: tuple[Fault, ...] = ()
+    later: Mapping[str, float] = field(default_factory=dict)  # name -> the round it joins in
+    skews_s: Mapping[str, float] = field(default_factory=dict)  # name -> how wrong its clock is
+    speeds: Mapping[str, float] = field(default_factory=dict)  # name -> share of the steps
+    lies: Mapping[str, Lie] = field(default_factory=dict)
+
+    def __post_init__(self) -> None:
+        if not 1 <= self.hosts <= MAX_HOSTS or not 1 <= self.blocks <= self.hosts:
+            raise UsageError(
+                f"{self.hosts} hosts cannot train {self.blocks} blocks",
+                f"choose 1 to {MAX_HOSTS} hosts, and no more blocks than hosts",
+            )
+        named = {*self.later, *self.skews_s, *self.speeds, *self.lies}
+        for fault in self.faults:
+            named |= {*fault.kill, *fault.start, *fault.cut}
+        unknown = sorted(named - set(self.names))
+        if unknown:
+            raise UsageError(
+                f"there is no host {unknown[0]}", f"hosts are called h0 to h{self.hosts - 1}"
+            )
+
+    @property
+    def names(self) -> tuple[str, ...]:
+        return tuple(f"h{number}" for number in range(self.hosts))
+
+    def block_of(self, name: str) -> int:
+        return int(name[1:]) % self.blocks
+
+    def run_text(self, start_s: int, seed: int) -> bytes:
+        """The run file of this swarm."""
+        base = preset("tiny", "simulated", seed)
+        shape = ModelShape(self.blocks, 1, 8, 1, 8, self.coupling)  # type: ignore[arg-type]
+        training = replace(base.run.training, steps_per_round=STEPS, steps=STEPS * self.rounds)
+        windows = (share * self.period_s for share in (FLOOR, CEILING, VOTE, REPAIR))
+        rounds = RoundSchedule(start_s, self.period_s, self.rounds, *windows)
+        exchange = ExchangeRules(self.codec, 8, 1)
+        run = replace(base.run, model=shape, training=training)
+        return emit(RunFile("simulated", run, base.data, rounds, exchange))
+
+
+def read(text: str) -> Scenario:
+    """A scenario from TOML. Raises `UsageError`."""
+    try:
+        table = tomllib.loads(text)
+    except tomllib.TOMLDecodeError as error:
+        raise UsageError(f"not TOML: {error}", "see blockswarm simulate --help") from None
+    link = _made(Link, table.pop("link", {}))
+    faults = tuple(
+        _made(Fault, {k: tuple(v) if isinstance(v, list) else v for k, v in row.items()})
+        for row in table.pop("faults", [])
+    )
+    if "lies" in table:
+        table["lies"] = {name: lie_called(lie) for name, lie in table["lies"].items()}
+    found: Scenario = _made(Scenario, {**table, "link": link, "faults": faults})
+    return found
+
+
+def lie_called(name: str) -> Lie:
+    try:
+        return Lie(name)
+    except ValueError:
+        known = ", ".join(lie.value for lie in Lie)
+        raise UsageError(f"no lie is called {name}", f"choose one of {known}") from None
+
+
+def _made(kind: type[Any], table: Mapping[str, Any]) -> Any:
+    known = {f.name for f in fields(kind)}
+    unknown = sorted(set(table) - known)
+    if unknown:
+        raise UsageError(
+            f"a scenario has no {unknown[0]} there", f"choose among {', '.join(sorted(known))}"
+        )
+    try:
+        return kind(**table)
+    except TypeError as error:
+        raise UsageError(f"a scenario's {kind.__name__.lower()}: {error}") from None
+
+
+def with_storm(scenario: Scenario, count: int, seed: int) -> Scenario:
+    """The same with so many faults more, drawn from the seed: kills with a restart, and cuts.
+
+    They are over some rounds before the end, so that all can be together again.
+    """
+    rng = random.Random(f"storm {seed}")
+    faults = list(scenario.faults)
+    calm = 6.0
+    for _ in range(count):
+        begins = rng.uniform(2.0, max(3.0, scenario.rounds - calm - 4.0))
+        ends = begins + rng.uniform(0.3, 4.0)
+        if rng.random() < 0.6:
+            name = rng.choice(scenario.names)
+            faults += [Fault(begins, kill=(name,)), Fault(ends, start=(name,))]
+        else:
+            some = rng.sample(scenario.names, rng.randint(1, max(1, scenario.hosts // 2)))
+            faults += [Fault(begins, cut=tuple(sorted(some))), Fault(ends, heal=True)]
+    return replace(scenario, faults=tuple(sorted(faults, key=lambda fault: fault.round)))
