@@ -27,6 +27,7 @@ from node.commands.light import light_commands
 from node.commands.local import local_commands
 from node.commands.report import report_commands
 from node.commands.serve import serve_commands
+from node.commands.simulate import simulate_commands
 from node.commands.swarm import swarm_commands
 from node.console.terminal import show_error
 from node.machine.whole_import import guard_torch
@@ -60,6 +61,7 @@ In a swarm:
   blockswarm peers --light ADDRESS            look at it from outside
   blockswarm report FOLDER...                 plots and figures from hosts' event logs
   blockswarm demo                             all of that on this machine, in minutes
+  blockswarm simulate                         the same hosts on a made-up network
   blockswarm doctor [ADDRESS]                 what is wrong with this machine, and how to fix it
 
 Bring your own text with --data FILE-OR-FOLDER. Every command explains its options with --help.
@@ -108,6 +110,7 @@ for _command in (
     *serve_commands,
     *gateway_commands,
     *doctor_commands,
+    *simulate_commands,
 ):
     cli.add_command(_command)
 

@@ -19,6 +19,7 @@ from swarm.runfile import ExchangeRules, RoundSchedule, RunFile
 
 MAX_HOSTS = 2000
 STEPS = 2  # of toy training in a round
+AFTER = 4  # rounds after the run's last, in which its hosts come to one consensus
 # Of a round's exchange, as shares of the period.
 FLOOR, CEILING, VOTE, REPAIR = 0.05, 0.3, 0.075, 0.075
 
@@ -84,6 +85,17 @@ class Scenario:
 
     def block_of(self, name: str) -> int:
         return int(name[1:]) % self.blocks
+
+    def calm_rounds(self) -> list[int]:
+        """The rounds in which all hosts can reach each other."""
+        calm: list[int] = []
+        cut, now = False, 0
+        for fault in sorted(self.faults, key=lambda f: f.round):
+            first = int(fault.round) + 1
+            if not cut:
+                calm += range(now, int(fault.round) if fault.cut else first)
+            cut, now = bool(fault.cut) or (cut and not fault.heal), first
+        return calm + ([] if cut else list(range(now, self.rounds + AFTER + 1)))
 
     def run_text(self, start_s: int, seed: int) -> bytes:
         """The run file of this swarm."""

@@ -4,26 +4,34 @@ from __future__ import annotations
 
 import hashlib
 from collections import Counter
-from collections.abc import Sequence
+from collections.abc import Collection
 from dataclasses import dataclass, field
 
 from protocol.ledger import Count
 from swarm.events import LogEvent, RoundEvent, to_line
 
-MAY_DISAGREE = 3  # rounds in a row that honest hosts of a block may stand on different consensuses
+MAY_BE_APART = 3  # rounds in a row that an honest host may stand elsewhere than most of its block
 
 
 @dataclass(frozen=True)
 class Look:
-    """The honest hosts at the end of a round: block -> the heads that they stand on."""
+    """Where the honest hosts stood at the end of a round: block -> host -> head of its log."""
 
     round: int
-    heads: dict[int, list[bytes]]
+    heads: dict[int, dict[str, bytes]]
 
     @property
-    def apart(self) -> list[int]:
-        """Blocks whose hosts do not agree."""
-        return [block for block, heads in self.heads.items() if len(set(heads)) > 1]
+    def hosts(self) -> int:
+        return sum(map(len, self.heads.values()))
+
+    @property
+    def apart(self) -> set[str]:
+        """The hosts that do not stand where most of their block does."""
+        found: set[str] = set()
+        for heads in self.heads.values():
+            (most, _), *_ = Counter(heads.values()).most_common(1)
+            found |= {name for name, head in heads.items() if head != most}
+        return found
 
 
 @dataclass
@@ -44,32 +52,30 @@ class Story:
         return told.hexdigest()
 
     @property
-    def rounds(self) -> list[RoundEvent]:
-        return [event for _, _, event in self.events if isinstance(event, RoundEvent)]
+    def by_host(self) -> list[tuple[float, str, RoundEvent]]:
+        """The reports of rounds, with time and host."""
+        return [(t, name, e) for t, name, e in self.events if isinstance(e, RoundEvent)]
 
     @property
     def outcomes(self) -> Counter[str]:
-        return Counter(event.outcome for event in self.rounds)
+        return Counter(event.outcome for _, _, event in self.by_host)
 
-    @property
-    def longest_apart(self) -> int:
-        """The most rounds in a row in which some block's hosts did not agree."""
-        longest, running = 0, Counter[int]()
+    def longest_apart(self, rounds: Collection[int]) -> tuple[int, str]:
+        """The most rounds in a row, of these, in which a host stood apart; and which host."""
+        longest, running = (0, ""), Counter[str]()
         for look in self.looks:
-            apart = set(look.apart)
-            running = Counter({block: running[block] + 1 for block in apart})
-            longest = max([longest, *running.values()])
+            apart = look.apart if look.round in rounds else set()
+            running = Counter({name: running[name] + 1 for name in apart})
+            longest = max([longest, *((count, name) for name, count in running.items())])
         return longest
 
-    def troubles(self, calm_rounds: Sequence[int]) -> list[str]:
-        """What must not happen: `calm_rounds` are those in which nothing stands in the way."""
+    def troubles(self, calm_rounds: Collection[int]) -> list[str]:
+        """What must not happen. `calm_rounds`: those in which all hosts can reach each other."""
         found = [f"a host fell over: {error}" for error in self.errors]
-        calm, in_a_row = set(calm_rounds), 0
-        for look in self.looks:
-            in_a_row = in_a_row + 1 if look.apart and look.round in calm else 0
-            if in_a_row > MAY_DISAGREE:
-                found.append(f"round {look.round}: block {look.apart[0]} does not agree")
-                break
-        if self.looks and self.looks[-1].apart and self.looks[-1].round in calm:
-            found.append(f"block {self.looks[-1].apart[0]} ends with several consensuses")
+        count, name = self.longest_apart(calm_rounds)
+        if count > MAY_BE_APART:
+            found.append(f"{name} stood apart from its block for {count} rounds")
+        last = self.looks[-1] if self.looks else None
+        if last is not None and last.apart and last.round in calm_rounds:
+            found.append(f"the run ended with {', '.join(sorted(last.apart))} apart")
         return found

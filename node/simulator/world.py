@@ -32,7 +32,7 @@ from node.network.service import Status
 from node.replica.replica import Replica
 from node.simulator.liar import liar
 from node.simulator.network import SimNetwork
-from node.simulator.scenario import STEPS, Fault, Scenario
+from node.simulator.scenario import AFTER, STEPS, Fault, Scenario
 from node.simulator.story import Look, Story
 from node.simulator.toy_trainer import ToyTrainer
 from node.simulator.virtual_time import run_virtually
@@ -52,11 +52,16 @@ SEEDS = 3  # hosts through which others join
 GOAL_SPREAD = 0.1  # how far the goals of two hosts of a block are apart
 _NORMAL = NormalDist()
 
+Looked = Callable[[Look], None]
+
 
 class World:
     """One swarm. `run` is its whole life."""
 
-    def __init__(self, scenario: Scenario, seed: int, folder: Path) -> None:
+    def __init__(
+        self, scenario: Scenario, seed: int, folder: Path, looked: Looked | None = None
+    ) -> None:
+        self.looked = looked
         self.scenario, self.seed, self.folder = scenario, seed, folder
         self.story = Story()
         loop = asyncio.get_running_loop()
@@ -264,16 +269,19 @@ class World:
                 self._sides.clear()
 
     async def _watch(self) -> None:
-        for number in range(self.scenario.rounds + 1):
+        for number in range(self.scenario.rounds + AFTER + 1):
             await self.until_round(number + LOOK_AT)
-            self.story.looks.append(Look(number, self.heads()))
+            look = Look(number, self.heads())
+            self.story.looks.append(look)
+            if self.looked is not None:
+                self.looked(look)
 
-    def heads(self) -> dict[int, list[bytes]]:
-        """Block -> the heads of its honest hosts that work."""
-        found: dict[int, list[bytes]] = defaultdict(list)
+    def heads(self) -> dict[int, dict[str, bytes]]:
+        """Block -> host -> the head of its log, of the honest ones that work."""
+        found: dict[int, dict[str, bytes]] = defaultdict(dict)
         for name, host in sorted(self.hosts.items()):
             if name not in self.scenario.lies and host.work is not None:
-                found[host.block].append(host.work.replica.state.log.head.digest)
+                found[host.block][name] = host.work.replica.state.log.head.digest
         return dict(found)
 
     def hear(self, name: str, event: LogEvent) -> None:
@@ -299,11 +307,11 @@ def _address(number: int) -> str:
     return f"/ip4/{11 + number // 250}.{number % 250}.1.1/tcp/4001"
 
 
-def simulate(scenario: Scenario, seed: int, folder: Path) -> Story:
-    """The whole story of a scenario."""
+def simulate(scenario: Scenario, seed: int, folder: Path, looked: Looked | None = None) -> Story:
+    """The whole story of a scenario. `looked` hears of every round."""
 
     async def life() -> Story:
-        return await World(scenario, seed, folder).run()
+        return await World(scenario, seed, folder, looked).run()
 
     told: Any = run_virtually(life())
     assert isinstance(told, Story)
