@@ -13,6 +13,7 @@ Of the folders, each may import those above it; `cli` is the command `blockswarm
     serving/     sweeps through blocks: a host's side and a client's
     host/        a host in a run: its block, budget, folder, display
     assembly/    blocks pulled, checked and written as one model
+    simulator/   real hosts on a made-up network, in virtual time
     report/      how a run stands, and how it went
     gateway/     HTTP in front of a swarm that serves
     doctor/      what is wrong here, and what to do about it

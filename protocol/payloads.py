@@ -133,7 +133,6 @@ class Vote:
     run: bytes = wire("run", digest())
     block: int = wire("block", block_id)
     round: int = wire("round", uint(ROUND_MAX))
-    stage: int = wire("stage", uint(1), 0)
     consensus: bytes = wire("consensus", digest())
     base_round: int = wire("base_round", uint(ROUND_MAX + 1), 0)
     listed: tuple[bytes, ...] = wire(

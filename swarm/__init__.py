@@ -7,7 +7,6 @@ run the same code. Of the folders, each may import those above it.
     writing/       text out of blocks: sampling, drafts, sweeps, joint denoising
     consensus/     updates as one step, in integers; a block's log; whom to trust
     rounds/        a round as a pure state machine, from clock to verdict
-    simulation/    the same rounds with hundreds of replicas in one process
 
     run            a run: shape, noise, objective, schedule, checked and frozen
     runfile        the TOML file that names a run

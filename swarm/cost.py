@@ -12,7 +12,7 @@ from typing import TYPE_CHECKING
 
 from protocol.codec import CodecId, CodecSpec
 from swarm.learning.coupling import followed_blocks
-from swarm.rounds.groups import MAX_GROUP, group_count
+from swarm.rounds.state import MAX_GROUP
 from swarm.run import VOCABULARY, ModelShape, Objective, Run
 
 if TYPE_CHECKING:
@@ -96,10 +96,7 @@ def expected_gb_per_day(runfile: RunFile, replicas: int, block: int | None = Non
     """
     shape = runfile.run.model
     worst = shape.blocks - 1 if block is None else block
-    groups = group_count(replicas)
-    members = min(MAX_GROUP, math.ceil(replicas / groups))
-    pulled = max(0, members - 1) * expected_update_bytes(runfile, worst)
-    pulled += (groups - 1) * expected_step_bytes(runfile, members, worst)
+    pulled = max(0, min(replicas, MAX_GROUP) - 1) * expected_update_bytes(runfile, worst)
     for other in followed_blocks(shape, worst):
         pulled += expected_step_bytes(runfile, replicas, other)
     return 2 * pulled * (86400.0 / runfile.rounds.period_s) / 1e9

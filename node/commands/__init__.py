@@ -9,6 +9,7 @@ gateway        gateway
 report         report
 light          peers --light
 doctor         doctor
+simulate       simulate
 demo           demo
 demo_swarm     the swarm that it starts
 demo_alone     the same on one machine, to compare

@@ -29,7 +29,7 @@ from swarm.assignment import (
     needy_rounds_after,
 )
 from swarm.cost import worker_memory_bytes
-from swarm.rounds.groups import MAX_GROUP
+from swarm.rounds.state import MAX_GROUP
 from swarm.runfile import RunFile
 
 FRESH_ROUNDS = 3  # a host not heard for longer is gone

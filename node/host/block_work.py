@@ -51,8 +51,7 @@ from swarm.learning.flat import flat_size, initial_flat
 from swarm.learning.worker import initial_block
 from swarm.rounds import actions as act
 from swarm.rounds.clock import round_at
-from swarm.rounds.groups import MAX_GROUP
-from swarm.rounds.state import RoundRules
+from swarm.rounds.state import MAX_GROUP, RoundRules
 from swarm.runfile import RunFile
 
 _log = logging.getLogger(__name__)

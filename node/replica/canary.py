@@ -29,7 +29,7 @@ from swarm.consensus.log import ConsensusLog, Entry
 from swarm.consensus.trust import Canary
 from swarm.learning.flat import Floats
 from swarm.rounds import actions as act
-from swarm.rounds.groups import MAX_GROUP
+from swarm.rounds.state import MAX_GROUP
 
 _log = logging.getLogger(__name__)
 

@@ -71,7 +71,7 @@ class Exchange:
         self.contributors = contributors  # of the last rounds: those whose votes may count
         self.me = peer_text(identity.peer_id)
         self._held: dict[bytes, Held] = {}  # by digest
-        self._votes: dict[tuple[int, int, str], SignedVote] = {}  # (round, stage, voter)
+        self._votes: dict[tuple[int, str], SignedVote] = {}  # (round, voter)
         # Everybody hands on everybody's votes: a signature is checked once, not once per peer.
         self._checked: dict[bytes, tuple[SignedVote, Vote]] = {}
         # Half of the window: the answer has to be there before it ends.
@@ -157,10 +157,10 @@ class Exchange:
 
     def keep_vote(self, vote: Vote, signed: SignedVote) -> None:
         """For others to ask for. Where there is no room, one who counts displaces a stranger."""
-        key = (vote.round, vote.stage, vote.voter)
+        key = (vote.round, vote.voter)
         if key not in self._votes and vote.voter != self.me and len(self._votes) >= VOTES_KEPT:
             counts = {self.me, *self.contributors()}
-            stranger = next((k for k in self._votes if k[2] not in counts), None)
+            stranger = next((k for k in self._votes if k[1] not in counts), None)
             if stranger is None or vote.voter not in counts:
                 return
             del self._votes[stranger]
@@ -171,21 +171,21 @@ class Exchange:
         counts = frozenset(self.contributors())
         found = [(k, v) for k, v in self._votes.items() if k[0] == number]
 
-        def place(held: tuple[tuple[int, int, str], SignedVote]) -> tuple[bool, bool, int, str]:
-            (_, stage, voter), _ = held
-            return voter != self.me, voter not in counts, stage, voter
+        def place(held: tuple[tuple[int, str], SignedVote]) -> tuple[bool, bool, str]:
+            (_, voter), _ = held
+            return voter != self.me, voter not in counts, voter
 
         return [vote for _, vote in sorted(found, key=place)]
 
     def own_vote(self, vote: Vote, signed: SignedVote) -> frozenset[str]:
         """Keep our own vote; who hears it already, in an answer that waited for it."""
         self.keep_vote(vote, signed)
-        return self._answers.say(vote.round) if vote.stage == 0 else frozenset()
+        return self._answers.say(vote.round)
 
     async def answer_vote(self, data: bytes, number: int, asker: bytes) -> None:
         """A vote that comes with the question for ours, which the answer waits for a little."""
         vote = self.hear_vote(data, number)
-        if vote.stage == 0 and vote.round == number and vote.voter == peer_text(asker):
+        if vote.round == number and vote.voter == peer_text(asker):
             await self._answers.until_said(vote.voter, number)
 
     def hear_vote(self, data: bytes, number: int) -> Vote:

@@ -4,8 +4,8 @@ Turns actions into requests, transfers and arithmetic, and what comes back into 
 nothing about a round itself. Events are heard one at a time; whatever takes time runs beside it
 and comes back as an event. What touches the running weights goes through one queue, in order.
 
-Known limit: groups (more than 16 replicas of a block) exist in the simulator only. Here at most 15
-others are heard, those that contributed lately before strangers, and a person is told.
+Known limit: at most 15 others are heard, those that contributed lately before strangers, and a
+person is told.
 """
 
 from __future__ import annotations
@@ -37,9 +37,8 @@ from swarm.consensus.updates import to_wire_vote, update_digest
 from swarm.consensus.votes import UpdateRef, Vote
 from swarm.learning.flat import Floats
 from swarm.rounds import actions as act
-from swarm.rounds.groups import MAX_GROUP
 from swarm.rounds.round import announcement, next_wakeup_s, step
-from swarm.rounds.state import Phase, RoundState
+from swarm.rounds.state import MAX_GROUP, Phase, RoundState
 
 _log = logging.getLogger(__name__)
 
@@ -277,20 +276,16 @@ class Replica:
                 told = self.exchange.own_vote(vote, signed)
                 for peer in (peer for peer in to if peer not in told):
                     self._spawn(self.exchange.exchange_votes(peer, vote.round, signed.blob))
-            case act.AskVotes(number, _, _, to):
+            case act.AskVotes(number, to):
                 for peer in to:
                     self._spawn(self.exchange.exchange_votes(peer, number, b""))
-            case act.Aggregate(group=None):
+            case act.Aggregate():
                 self._spawn(self._aggregate(action))
             case act.FetchConsensus():
                 self._spawn(self._fetch(action))
             case act.Report():
                 self.listener.reported(action, self._sent_bytes)
                 self._sent_bytes = 0
-            case act.SendVotes():
-                pass  # whoever asks is answered by the handler, with all votes
-            case _:  # Aggregate of a group, Claim, Combine: see the known limit
-                self.listener.crowded()
 
     async def _decided_or_late(self) -> None:
         """Wait until the exchange of this round is over, for the others as well as for us."""

@@ -6,6 +6,7 @@ For the simulator and for tests of real swarms (`tests.support.liar` is `blocksw
 from __future__ import annotations
 
 import enum
+from dataclasses import replace
 
 import numpy as np
 
@@ -15,6 +16,7 @@ from swarm.consensus.feedback import Unsent
 from swarm.consensus.fixed_point import QUANTUM_BITS, FixedUpdate
 from swarm.consensus.log import ConsensusLog
 from swarm.learning.flat import Floats
+from swarm.rounds import actions as act
 
 HEADER_BYTES = 2 + 8 + PEER_ID_BYTES  # block, round, sender
 HEAD_BIAS_AT = 256 * 32  # weights are in the order of their names: after an embedding of width 32
@@ -33,6 +35,9 @@ class Lie(enum.Enum):
     STALL = "stall"
     POISON = "poison"
     BIAS = "bias"
+    STALE = "stale"  # its first update, made anew in every round
+    SILENT = "silent"  # announced, and never handed out
+    TWO_FACED = "two-faced"  # different votes for different peers
 
 
 class Liar(Replica):
@@ -46,6 +51,7 @@ class Liar(Replica):
 
     lie = Lie.SCALE
     first: bytes = b""
+    first_rest: Floats | None = None
 
     def encode(self, rest: Unsent, log: ConsensusLog, number: int) -> tuple[bytes, FixedUpdate]:
         # Consistent with themselves, and as long as is allowed.
@@ -58,6 +64,8 @@ class Liar(Replica):
             return super().encode(Unsent(_against_spaces(rest.dense()), nothing), log, number)
         payload, update = super().encode(rest, log, number)
         self.first = self.first or payload
+        if self.first_rest is None:
+            self.first_rest = rest.dense()
         return self.falsified(payload, rest.dense(), number), update
 
     def _last_step_back(self, rest: Unsent, log: ConsensusLog) -> Unsent:
@@ -67,6 +75,17 @@ class Liar(Replica):
             return rest
         back = (made.dense() * -(2.0 ** (1 - QUANTUM_BITS))).astype(np.float32)
         return Unsent(back, np.zeros(rest.size, dtype=np.int32))
+
+    def _carry_out_one(self, action: act.Action) -> None:
+        match self.lie, action:
+            case Lie.TWO_FACED, act.SendVote(vote, to):
+                super()._carry_out_one(act.SendVote(vote, to[::2]))
+                super()._carry_out_one(act.SendVote(replace(vote, listed=()), to[1::2]))
+            case Lie.SILENT, act.Announce(number):
+                super()._carry_out_one(action)
+                self.exchange.forget_before(number + 1)
+            case _:
+                super()._carry_out_one(action)
 
     def falsified(self, payload: bytes, rest: Floats, number: int) -> bytes:
         codec, block, me = self.settings.codec, self.settings.block, self.identity.peer_id
@@ -87,6 +106,10 @@ class Liar(Replica):
                 return self.first
             case Lie.COPY:  # hands in what another peer made
                 return payload[:10] + bytes(PEER_ID_BYTES) + payload[HEADER_BYTES:]
+            case Lie.STALE if self.first_rest is not None:
+                return codec.encode(self.first_rest, block, number, me)[0]
+            case Lie.SILENT | Lie.TWO_FACED:
+                return payload
             case Lie.OTHER_BLOCK:
                 return codec.encode(rest, block + 1, number, me)[0]
             case _:

@@ -55,6 +55,7 @@ class Scenario:
     period_s: float = 20.0
     codec: str = "topk:0.1:8:overall"
     coupling: str = "look_ahead"
+    same_text: bool = False  # all hosts are known to have the same: see the run file's [data]
     learning: float = 0.1  # of the way to its goal that a toy makes in a step
     noise: float = 0.0  # of a toy's step
     link: Link = field(default_factory=Link)
@@ -106,7 +107,8 @@ class Scenario:
         rounds = RoundSchedule(start_s, self.period_s, self.rounds, *windows)
         exchange = ExchangeRules(self.codec, 8, 1)
         run = replace(base.run, model=shape, training=training)
-        return emit(RunFile("simulated", run, base.data, rounds, exchange))
+        data = replace(base.data, sha256="0" * 64 if self.same_text else "")
+        return emit(RunFile("simulated", run, data, rounds, exchange))
 
 
 def read(text: str) -> Scenario:

@@ -33,6 +33,7 @@ class ToyTrainer:
         self.goal, self.numbers = goal, numbers
         self.learning, self.noise, self.step_s = learning, noise, step_s
         self.weights = start.copy()
+        self.learned = np.zeros(len(start))  # all of its steps together
         self.on_progress = on_progress
         self.copies: dict[int, Quanta] = {}  # of other blocks, as they were handed over last
         self.paused = False
@@ -79,7 +80,9 @@ class ToyTrainer:
         change = self.learning * (self.goal - self.weights)
         if self.noise:
             change += self.noise * self.numbers.normal(size=len(change))
-        self.weights = (self.weights + change).astype(np.float32)
+        after = (self.weights + change).astype(np.float32)
+        self.learned += after.astype(np.float64) - self.weights
+        self.weights = after
         self._budget -= 1
         self.steps += 1
         self.on_progress({"steps": self.steps, "loss_nats": self._distance(self.weights)})

@@ -39,6 +39,7 @@ from node.simulator.virtual_time import run_virtually
 from node.trainer.process import TrainerSettings
 from node.trainer.trainer import OnDeath, OnProgress
 from protocol.admission import RecordTable
+from protocol.errors import BlockswarmError
 from protocol.identity import Identity
 from swarm.events import LogEvent
 from swarm.learning.flat import Floats, initial_flat
@@ -47,6 +48,7 @@ from swarm.runfile import parse, run_id
 
 EPOCH_S = 1_700_000_000  # when simulated time begins, in unix time
 LEAD_S = 5.0  # from the first hosts to the run's start
+AGAIN_S = 10.0  # after a host could not join
 LOOK_AT = 0.95  # of a round: by then its exchange is over
 SEEDS = 3  # hosts through which others join
 GOAL_SPREAD = 0.1  # how far the goals of two hosts of a block are apart
@@ -59,9 +61,14 @@ class World:
     """One swarm. `run` is its whole life."""
 
     def __init__(
-        self, scenario: Scenario, seed: int, folder: Path, looked: Looked | None = None
+        self,
+        scenario: Scenario,
+        seed: int,
+        folder: Path,
+        looked: Looked | None = None,
+        replica: type[Replica] = Replica,
     ) -> None:
-        self.looked = looked
+        self.looked, self.replica = looked, replica
         self.scenario, self.seed, self.folder = scenario, seed, folder
         self.story = Story()
         loop = asyncio.get_running_loop()
@@ -77,6 +84,7 @@ class World:
         self._names = {identity.peer_id: name for name, identity in self._identities.items()}
         self._sides: dict[str, int] = {}  # hosts on different sides cannot reach each other
         self._tasks: dict[str, asyncio.Task[None]] = {}
+        self._over = False
         self._counts: dict[tuple[str, str], int] = defaultdict(int)
         self._busy_until_s: dict[str, float] = defaultdict(float)  # a host's line
 
@@ -153,10 +161,7 @@ class World:
         settings = HostSettings(
             network, folder, block=self.scenario.block_of(name), seed=number < SEEDS, serve=False
         )
-        say = partial(self._hear_said, name)
-        host = Host(settings, say, self._parts(name))
-        self.hosts[name] = host
-        self._tasks[name] = asyncio.create_task(self._live(name, host), name=name)
+        self._tasks[name] = asyncio.create_task(self._live(name, settings), name=name)
 
     def _invitations(self, name: str) -> list[str]:
         return [
@@ -165,21 +170,30 @@ class World:
             if seed != name
         ]
 
-    async def _live(self, name: str, host: Host) -> None:
-        try:
-            await host.run()
-        except asyncio.CancelledError:
-            raise
-        except Exception as error:
-            self.story.errors.append(f"{name} in round {self.round():.2f}: {error!r}")
-            self.hosts.pop(name, None)
+    async def _live(self, name: str, settings: HostSettings) -> None:
+        """Until it is ended. Who could not join tries again, as a person would."""
+        say = partial(self._hear_said, name)
+        while True:
+            self.hosts[name] = host = Host(settings, say, self._parts(name))
+            try:
+                return await host.run()
+            except BlockswarmError as error:
+                say(error.message)
+            except Exception as error:
+                self.story.errors.append(f"{name} in round {self.round():.2f}: {error!r}")
+                return
+            finally:
+                if self.hosts.get(name) is host and not self._over:
+                    del self.hosts[name]
+            await asyncio.sleep(AGAIN_S)
 
     async def kill(self, name: str) -> None:
         """As by kill -9: what it saves from now on is not kept."""
         host = self.hosts.pop(name, None)
-        if host is None:
+        if name not in self._tasks:
             return
-        self._count(name, host)
+        if host is not None:
+            self._count(name, host)
         folder, kept = self.folder / name, self.folder / f"{name}.kept"
         shutil.copytree(folder, kept)
         await self._end(name)
@@ -206,7 +220,7 @@ class World:
             return SimNetwork(self, _address(number), clock, settings, status, say, rng)
 
         lie = scenario.lies.get(name)
-        replica = Replica if lie is None else liar(lie)
+        replica = self.replica if lie is None else liar(lie)
         events = partial(_Events, self, name)
         return Parts(network, partial(self._trainer, name), replica, events, rng)
 
@@ -246,6 +260,7 @@ class World:
         try:
             await asyncio.gather(*loops)
         finally:
+            self._over = True
             for task in loops:
                 task.cancel()
             for name, host in list(self.hosts.items()):
@@ -260,7 +275,7 @@ class World:
             for name in fault.kill:
                 await self.kill(name)
             for name in fault.start:
-                if name not in self.hosts:
+                if name not in self._tasks:
                     self.start(name)
             if fault.cut:
                 side = 1 + max(self._sides.values(), default=0)

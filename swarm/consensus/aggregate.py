@@ -24,7 +24,7 @@ and their updates cancel: all scores are below zero, some always more than the r
 out once falls behind and disagrees even more. So nobody is judged unless the others agree on a
 direction; a liar who drags the consensus from where they want it gives them one. How sure is sure
 is measured: in one round by the number of coordinates, over rounds by how much the others' scores
-vary. Rules that were tried on simulated swarms of 4 (`swarm.simulation`), means of 20
+vary. Rules that were tried on simulated swarms of 4, means of 20
 seeds: honest updates left out in 100 rounds, with little and with much noise in their training, and
 sign flips of one of the four that went in in 30 rounds, where the last few have converged:
 
@@ -65,7 +65,6 @@ from swarm.consensus.fixed_point import (
     SCALE_ONE,
     FixedUpdate,
     Ints,
-    add_into,
     compact,
     exact_dot,
     rounded_mean,
@@ -381,11 +380,3 @@ def work_of(norms: Sequence[int]) -> int:
         return 0
     usual = max(upper_median(norms), 1)
     return sum(min(WORK_ONE, max(1, length * WORK_ONE // usual)) for length in norms)
-
-
-def combine_groups(groups: Sequence[tuple[FixedUpdate, int]]) -> FixedUpdate:
-    """Mean of the groups' aggregates, each weighted by the work that went into it."""
-    total = np.zeros(groups[0][0].size, dtype=np.int64)
-    for delta, work in groups:
-        add_into(total, delta, work)
-    return compact(rounded_mean(total, max(sum(work for _, work in groups), 1)))

@@ -254,10 +254,6 @@ class ConsensusLog:
         """Whether an update was in an agreed set before: then an offer of it is a replay."""
         return any(digest in entry.named for entry in self.entries[-window:])
 
-    def member_count(self, window: int = 8) -> int:
-        """How many replicas the block has: the most senders of one round, lately."""
-        return max((len(entry.contributions) for entry in self.entries[-window:]), default=0)
-
     def eligible_voters(self, seniority: int = 3, window: int = 8) -> frozenset[str]:
         """Who has a vote: senders that were included in `seniority` of the last rounds.
 

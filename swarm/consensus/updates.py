@@ -53,9 +53,6 @@ Quanta = npt.NDArray[np.int32]
 
 _HEADER = struct.Struct(f">HQ{PEER_ID_BYTES}s")  # block, round, sender
 _SHIFT = FIXED_BITS - QUANTUM_BITS
-_GROUP = struct.Struct(">6s28xI")  # the sender of a group's aggregate, as long as a peer id
-_GROUP_MARK = b"group\0"
-_GROUP_TEXT = "group "  # see swarm.rounds.second_stage.group_name
 
 
 class WrongBlock(UpdateError):
@@ -266,10 +263,9 @@ def to_wire_vote(vote: Vote, run: bytes, block: int) -> wire.Vote:
         run=run,
         block=block,
         round=vote.round,
-        stage=vote.stage,
         consensus=vote.base,
         base_round=vote.base_round + 1,
-        listed=tuple(ref.digest + _sender_bytes(ref.sender, vote.stage) for ref in vote.listed),
+        listed=tuple(ref.digest + peer_from_text(ref.sender) for ref in vote.listed),
         declined=tuple(peer_from_text(peer) + bytes([why]) for peer, why in vote.declined),
     )
 
@@ -279,8 +275,7 @@ def from_wire_vote(signed: SignedVote) -> Vote:
     to compare."""
     vote = signed.vote
     listed = [
-        UpdateRef(item[:DIGEST_BYTES], _sender_text(item[DIGEST_BYTES:], vote.stage))
-        for item in vote.listed
+        UpdateRef(item[:DIGEST_BYTES], _peer_text(item[DIGEST_BYTES:])) for item in vote.listed
     ]
     return checked_vote(
         Vote(
@@ -289,7 +284,6 @@ def from_wire_vote(signed: SignedVote) -> Vote:
             vote.consensus,
             vote.base_round - 1,
             tuple(listed),
-            vote.stage,
             tuple((_peer_text(item[:-1]), _reason(item[-1])) for item in vote.declined),
         )
     )
@@ -297,22 +291,6 @@ def from_wire_vote(signed: SignedVote) -> Vote:
 
 def _reason(code: int) -> Reason:
     return Reason(code) if code <= max(Reason) else Reason.OTHER
-
-
-def _sender_bytes(sender: str, stage: int) -> bytes:
-    """In the second stage of a large swarm the sender of an aggregate is a group."""
-    if stage == 0:
-        return peer_from_text(sender)
-    return _GROUP.pack(_GROUP_MARK, int(sender.removeprefix(_GROUP_TEXT)))
-
-
-def _sender_text(sender: bytes, stage: int) -> str:
-    if stage == 0:
-        return _peer_text(sender)
-    mark, number = _GROUP.unpack(sender)
-    if mark != _GROUP_MARK or sender != _GROUP.pack(mark, number):
-        raise Malformed("not a group")
-    return f"{_GROUP_TEXT}{number}"
 
 
 # --- snapshots

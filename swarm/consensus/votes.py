@@ -55,14 +55,13 @@ class Reason(enum.IntEnum):
 
 @dataclass(frozen=True)
 class Vote:
-    """What `voter` holds and accepts in a round. Stage 0: updates; stage 1: groups' aggregates."""
+    """What `voter` holds and accepts in a round."""
 
     voter: str
     round: int
     base: bytes
     base_round: int
     listed: tuple[UpdateRef, ...]
-    stage: int = 0
     declined: tuple[tuple[str, Reason], ...] = ()  # by sender
 
 
@@ -81,14 +80,14 @@ def checked_vote(vote: Vote, most_listed: int = MAX_LISTED) -> Vote:
     declined = [sender for sender, _ in vote.declined]
     if declined != sorted(set(declined)) or len(declined) > DECLINED_PER_VOTE:
         raise VoteError("vote declines a sender twice, or too many")
-    if vote.stage not in (0, 1) or vote.round < 0 or vote.base_round > vote.round:
+    if vote.round < 0 or vote.base_round > vote.round:
         raise VoteError("vote with an impossible round")
     return vote
 
 
 @dataclass(frozen=True)
 class Ballot:
-    """The votes of one stage of one round, at most one per voter."""
+    """The votes of one round, at most one per voter."""
 
     votes: Mapping[str, Vote] = field(default_factory=dict)
     two_faced: frozenset[str] = frozenset()

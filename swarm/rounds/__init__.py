@@ -2,12 +2,10 @@
 
 clock           which round it is, on a machine whose clock may be off
 deadline        how long a round collects updates
-groups          groups, speakers and committees above 16 replicas
 actions         events and actions of a round
 state           what a replica knows in it
 phases          when a phase ends: votes, the agreed set
 heads           how its consensus moves
-second_stage    groups of replicas exchange what they aggregated
 report          what is said about it
 round           all of that as one
 """

@@ -1,7 +1,7 @@
 """What a round hears and what it asks for: the events and actions of `swarm.rounds.round`.
 
-Decides only their form. The live node and the simulator turn actions into messages, transfers and
-arithmetic, and what comes back into events. Every action that may take time carries `until_s`, the
+Decides only their form. The replica turns actions into messages, transfers and arithmetic, and what
+comes back into events. Every action that may take time carries `until_s`, the
 run time after which its result is of no use: nothing waits longer.
 """
 
@@ -43,24 +43,6 @@ class PeerRecord:
 
 
 @dataclass(frozen=True)
-class RecordsRead:
-    """The records of the block as the DHT has them now."""
-
-    records: tuple[PeerRecord, ...]
-
-
-@dataclass(frozen=True)
-class GroupClaim:
-    """A member of a group names its group's aggregate (more than 16 replicas)."""
-
-    peer: str
-    round: int
-    base: bytes
-    group: int
-    ref: UpdateRef
-
-
-@dataclass(frozen=True)
 class UpdateArrived:
     """A pull ended well, or (with `refused`) in something that is no valid update."""
 
@@ -78,24 +60,6 @@ class PullFailed:
 @dataclass(frozen=True)
 class VoteArrived:
     vote: Vote
-
-
-@dataclass(frozen=True)
-class VotesWanted:
-    """A peer misses the votes of these voters."""
-
-    peer: str
-    round: int
-    stage: int
-    voters: tuple[str, ...]
-
-
-@dataclass(frozen=True)
-class AggregateReady:
-    """The group's aggregate is computed and can be served (more than 16 replicas)."""
-
-    round: int
-    ref: UpdateRef
 
 
 @dataclass(frozen=True)
@@ -134,13 +98,9 @@ Event = (
     Tick
     | UpdateReady
     | PeerRecord
-    | RecordsRead
-    | GroupClaim
     | UpdateArrived
     | PullFailed
     | VoteArrived
-    | VotesWanted
-    | AggregateReady
     | StepReady
     | ConsensusFetched
     | FetchFailed
@@ -172,7 +132,7 @@ class Announce:
 
 @dataclass(frozen=True)
 class Pull:
-    """Fetch and check an update (or a group's aggregate) from any of the holders."""
+    """Fetch and check an update from any of the holders."""
 
     ref: UpdateRef
     holders: tuple[str, ...]
@@ -187,44 +147,15 @@ class SendVote:
 
 @dataclass(frozen=True)
 class AskVotes:
-    """Ask these peers for the votes of these voters."""
+    """Ask these peers for the votes that they have."""
 
     round: int
-    stage: int
-    voters: tuple[str, ...]
     to: tuple[str, ...]
-
-
-@dataclass(frozen=True)
-class SendVotes:
-    """Pass on signed votes to a peer that misses them."""
-
-    to: str
-    votes: tuple[Vote, ...]
 
 
 @dataclass(frozen=True)
 class Aggregate:
-    """Aggregate these updates on top of `base`; answer StepReady, or AggregateReady in a group."""
-
-    round: int
-    base: bytes
-    refs: tuple[UpdateRef, ...]
-    group: int | None
-    until_s: float
-
-
-@dataclass(frozen=True)
-class Claim:
-    """Tell all replicas the aggregate of our group."""
-
-    claim: GroupClaim
-    to: tuple[str, ...]
-
-
-@dataclass(frozen=True)
-class Combine:
-    """Combine the groups' aggregates on top of `base`; answer StepReady."""
+    """Aggregate these updates on top of `base`; answer StepReady."""
 
     round: int
     base: bytes
@@ -306,10 +237,7 @@ Action = (
     | Pull
     | SendVote
     | AskVotes
-    | SendVotes
     | Aggregate
-    | Claim
-    | Combine
     | Apply
     | Settle
     | ReturnToFeedback

@@ -12,17 +12,13 @@ from protocol.limits import DECLINED_PER_VOTE
 from swarm.consensus.votes import MAX_LISTED, Reason, Vote, agreed_set
 from swarm.rounds import actions as act
 from swarm.rounds.clock import exchange_opens_s
-from swarm.rounds.groups import group_of
 from swarm.rounds.heads import choose_head
 from swarm.rounds.state import (
     Phase,
     RoundState,
     Stage,
     active,
-    all_peers,
-    in_own_group,
-    own_group,
-    voters,
+    members,
     with_stage,
 )
 
@@ -39,22 +35,19 @@ def end_collect(state: RoundState, now_s: float, out: list[act.Action]) -> Round
         return state
     if state.rules.ended(state.round):
         return with_stage(state, phase=Phase.DONE)
-    if state.sync is not None or state.me not in voters(state):
+    if state.sync is not None:
         return with_stage(state, phase=Phase.VOTE)
     head = state.log.head
     accepted = [r for r in stage.held if not state.trust.excluded(r.sender, state.round)]
-    most = MAX_LISTED if stage.number == 0 else state.groups
     vote = Vote(
         state.me,
         state.round,
         head.digest,
         head.round,
-        tuple(sorted(accepted)[:most]),
-        stage.number,
-        _declined(state, stage) if stage.number == 0 else (),
+        tuple(sorted(accepted)[:MAX_LISTED]),
+        _declined(state, stage),
     )
-    to = all_peers(state) if stage.number == 1 else list(own_group(state))
-    out.append(act.SendVote(vote, tuple(peer for peer in to if peer != state.me)))
+    out.append(act.SendVote(vote, tuple(state.peers)))
     return with_stage(state, phase=Phase.VOTE, ballot=stage.ballot.with_vote(vote))
 
 
@@ -77,22 +70,19 @@ def _company(state: RoundState) -> bool:
 
 def _all_collected(state: RoundState, stage: Stage) -> bool:
     """Whether nobody is left to wait for. Not in our first rounds: we may not know them yet."""
-    if state.round <= state.warm_until + 1 or (state.own is None and stage.number == 0):
+    if state.round <= state.warm_until + 1 or state.own is None:
         return False
     if _is_new(state) and state.log.eligible_voters() - {state.me} and not _company(state):
         return False  # a moment later we may have heard of those who made the log
     head = state.log.head.digest
     if any(v.round == state.round and v.head != head for v in state.peers.values()):
         return False  # which head wins a tie is decided at the first deadline, not before
-    if stage.number == 1:
-        named = {ref.sender for ref in stage.held}
-        return len(named) == state.groups
     done = {ref.sender for ref in (*stage.held, *stage.refused)}
     offered = {ref.sender for ref in stage.offers}
     for peer, view in state.peers.items():  # mostly the first one that is not done decides
         # Who announced itself with no update sends none (a newcomer).
         silent = view.round == state.round and peer not in offered
-        if peer not in done and not silent and in_own_group(state, peer) and active(state, peer):
+        if peer not in done and not silent and active(state, peer):
             return False
     return True
 
@@ -100,17 +90,16 @@ def _all_collected(state: RoundState, stage: Stage) -> bool:
 def end_vote(state: RoundState, now_s: float, out: list[act.Action]) -> RoundState:
     stage = state.stage
     assert stage is not None
-    expected = {p for p in voters(state) if p == state.me or active(state, p)}
+    expected = {p for p in members(state) if p == state.me or active(state, p)}
     missing = tuple(sorted(expected - set(stage.ballot.votes) - {state.me}))
     if now_s < stage.second_s and missing:
         if now_s >= (stage.first_s + stage.second_s) / 2 and not stage.asked:
             to = tuple(sorted(p for p in stage.ballot.votes if p != state.me))
             if to:
-                out.append(act.AskVotes(state.round, stage.number, missing[:MAX_LISTED], to))
+                out.append(act.AskVotes(state.round, to))
             return with_stage(state, asked=True)
         return state
-    eligible = state.log.eligible_voters() if stage.number == 0 else stage.ballot.votes
-    counted = stage.ballot.counted(state.log.head.digest, eligible)
+    counted = stage.ballot.counted(state.log.head.digest, state.log.eligible_voters())
     if state.sync is not None or not counted or _leaves_it_to_others(state, counted):
         # On the wrong head. If the right one arrives before the third deadline we can still
         # count the others' votes; else their result comes with the next head.
@@ -146,11 +135,7 @@ def end_repair(state: RoundState, now_s: float, out: list[act.Action]) -> RoundS
     if all(ref in stage.held for ref in stage.agreed):
         opens_next = exchange_opens_s(state.round + 1, state.rules.start_s, state.rules.period_s)
         base = state.log.head.digest
-        if stage.number == 1:
-            out.append(act.Combine(state.round, base, stage.agreed, opens_next))
-        else:
-            group = group_of(state.me, state.round, state.groups) if state.groups > 1 else None
-            out.append(act.Aggregate(state.round, base, stage.agreed, group, opens_next))
+        out.append(act.Aggregate(state.round, base, stage.agreed, opens_next))
         return with_stage(state, phase=Phase.AGGREGATE)
     if now_s >= stage.third_s:
         return replace(with_stage(state, phase=Phase.DONE), outcome="undecided")

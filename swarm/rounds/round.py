@@ -2,7 +2,7 @@
 
 Decides everything about the exchange of a block's replicas as a pure function:
 `step(state, event, now_s) -> (state, actions)`. Knows nothing of sockets, weights or processes; the
-live node and the simulator run this very code. `now_s` is run time (see swarm/rounds/clock.py).
+live host and the simulated one run this very code. `now_s` is run time (see swarm/rounds/clock.py).
 
 The exchange of round r opens at start + r * period and passes through
 
@@ -15,7 +15,6 @@ The exchange of round r opens at start + r * period and passes through
 After the last exchange of a run (`RoundRules.last`) its replicas announce their heads and move to
 each other's as before, so that all end on one consensus and serve it; nothing else is exchanged.
 
-With more than 16 replicas a second stage of the same form follows, on the groups' aggregates.
 Every phase ends at its deadline or when nothing more is expected, so a swarm without faults is as
 fast as its slowest link and one with faults loses a deadline.
 
@@ -37,28 +36,22 @@ buffer.
 
 from __future__ import annotations
 
-from collections.abc import Mapping
 from dataclasses import replace
 
 from swarm.consensus.votes import MAX_LISTED, UpdateRef, Vote
 from swarm.rounds import actions as act
 from swarm.rounds.clock import MAX_OFFSET_S, exchange_opens_s, round_at
 from swarm.rounds.deadline import agreed_s, proposal_s
-from swarm.rounds.groups import group_count
 from swarm.rounds.heads import apply_entry, choose_head, fetch_failed, fetched, give_up_waiting
 from swarm.rounds.phases import end_collect, end_repair, end_vote
-from swarm.rounds.report import included, remember_arrivals, report_of
-from swarm.rounds.second_stage import group_ready, heard_claim
+from swarm.rounds.report import remember_arrivals, report_of
 from swarm.rounds.state import (
     MAX_KNOWN,
     PeerView,
     Phase,
     RoundState,
     Stage,
-    in_own_group,
-    keep_ahead,
     kept_for_later,
-    may_vote,
     opened,
     with_stage,
 )
@@ -81,7 +74,7 @@ def step(state: RoundState, event: act.Event, now_s: float) -> Result:
 def _says_where_a_peer_stands(state: RoundState, event: act.Event) -> bool:
     if isinstance(event, act.VoteArrived):
         return event.vote.base != state.log.head.digest
-    return isinstance(event, act.PeerRecord | act.RecordsRead | act.FetchFailed)
+    return isinstance(event, act.PeerRecord | act.FetchFailed)
 
 
 def next_wakeup_s(state: RoundState, now_s: float) -> float:
@@ -107,21 +100,17 @@ def _turn(state: RoundState, now_s: float, out: list[act.Action]) -> RoundState:
     mine = proposal_s(state.arrivals_s, state.rules.deadline)
     first = opens + agreed_s([*seen, mine], state.rules.deadline)
     peers = {p: v for p, v in state.peers.items() if v.round >= number - 3}
-    members = state.log.member_count() or len(peers) + 1
     state = replace(
         state,
         round=number,
         warm_until=min(state.warm_until, number) if was_set_back else state.warm_until,
-        groups=group_count(members),
-        stage=opened(state.rules, 0, opens, first),
+        stage=opened(state.rules, opens, first),
         own=None,
         own_size_bytes=0,
         peers=peers,
         sync=None,
         early=tuple(event for event in state.early if _round_of(event) == number),
-        ahead=(),
         outcome="undecided",
-        first_report=None,
     )
     state = give_up_waiting(state, out)
     if state.rules.ended(number):  # say where we stand, and hear where the others do: no more
@@ -160,21 +149,14 @@ def _close(state: RoundState, out: list[act.Action]) -> RoundState:
     stage = state.stage
     if stage is None or state.outcome == "ended":
         return state
-    report = state.first_report or report_of(state, stage)
-    out.append(replace(report, outcome=state.outcome, included=included(state)))
-    if stage.number == 0:
-        state = remember_arrivals(state, stage)
-    return state
+    out.append(report_of(state, stage))
+    return remember_arrivals(state, stage)
 
 
 def _hear(state: RoundState, event: act.Event, now_s: float, out: list[act.Action]) -> RoundState:
     match event:
-        case act.RecordsRead(records):
-            return _records(state, records[:MAX_KNOWN], out)
         case act.PeerRecord():
-            return _records(state, (event,), out)
-        case act.GroupClaim() if event.round == state.round + 1:
-            return _keep_early(state, event)
+            return _record(state, event, out)
         case act.VoteArrived(vote) if vote.round == state.round + 1:
             return _keep_early(state, event)
         case act.UpdateReady():
@@ -185,15 +167,6 @@ def _hear(state: RoundState, event: act.Event, now_s: float, out: list[act.Actio
             return with_stage(state, pulling=_pulling(state) - {ref})
         case act.VoteArrived(vote):
             return _vote(state, vote, out)
-        case act.VotesWanted():
-            return _votes_wanted(state, event, out)
-        case act.GroupClaim():
-            return heard_claim(state, event, out)
-        case act.AggregateReady(number, ref):
-            state, waiting = group_ready(state, number, ref, now_s, out)
-            for heard in waiting:
-                state = _hear(state, heard, now_s, out)
-            return state
         case act.StepReady(entry):
             return apply_entry(state, entry, out)
         case act.ConsensusFetched():
@@ -227,9 +200,7 @@ def _own_ready(
         entry.included(event.ref.digest) for entry in state.log.entries[-4:]
     ):
         return state
-    open_now = (
-        stage and stage.number == 0 and stage.phase is Phase.COLLECT and now_s < stage.first_s
-    )
+    open_now = stage and stage.phase is Phase.COLLECT and now_s < stage.first_s
     if stage is None or not open_now or event.round != state.round or state.own is not None:
         out.append(act.ReturnToFeedback(event.ref))
         return state
@@ -244,33 +215,27 @@ def _own_ready(
     return state
 
 
-def _see(state: RoundState, views: Mapping[str, PeerView]) -> RoundState:
-    """Remember where peers stand, at most MAX_KNOWN. An older word never replaces a newer."""
-    peers = dict(state.peers)
-    for peer, view in views.items():
-        known = peers.get(peer)
-        if peer == state.me or (known is None and len(peers) >= MAX_KNOWN):
-            continue
-        if known is None or (view.round, view.head_round) >= (known.round, known.head_round):
-            peers[peer] = view
-    return replace(state, peers=peers, trust=state.trust.seen(views, state.round))
+def _see(state: RoundState, peer: str, view: PeerView) -> RoundState:
+    """Remember where a peer stands, of at most MAX_KNOWN. An older word never replaces a newer."""
+    peers, known = state.peers, state.peers.get(peer)
+    room = peer != state.me and (known is not None or len(peers) < MAX_KNOWN)
+    newer = known is None or (view.round, view.head_round) >= (known.round, known.head_round)
+    if room and newer:
+        peers = {**peers, peer: view}
+    return replace(state, peers=peers, trust=state.trust.seen((peer,), state.round))
 
 
-def _records(
-    state: RoundState, records: tuple[act.PeerRecord, ...], out: list[act.Action]
-) -> RoundState:
-    for record in records:
-        if record.round == state.round + 1:
-            state = _keep_early(state, record)
+def _record(state: RoundState, record: act.PeerRecord, out: list[act.Action]) -> RoundState:
+    if record.round == state.round + 1:
+        return _keep_early(state, record)
     # One of the round before says that its owner is there, and offers nothing any more.
-    late = [r for r in records if r.round == state.round - 1 and r.peer != state.me]
-    now = [r for r in records if r.round == state.round and r.peer != state.me]
-    views = {r.peer: PeerView(r.round, r.head, r.head_round, r.proposal_s) for r in (*late, *now)}
-    state = _see(state, views) if views else state
-    for record in now:
-        ref, stage = record.update, state.stage
-        if ref is not None and stage and stage.number == 0 and ref.sender == record.peer:
-            state = _offer(state, stage, ref, (record.peer,), out)
+    if record.peer == state.me or record.round not in (state.round - 1, state.round):
+        return state
+    view = PeerView(record.round, record.head, record.head_round, record.proposal_s)
+    state = _see(state, record.peer, view)
+    ref, stage = record.update, state.stage
+    if record.round == state.round and ref is not None and stage and ref.sender == record.peer:
+        state = _offer(state, stage, ref, (record.peer,), out)
     return state
 
 
@@ -281,12 +246,12 @@ def _offer(
     holders: tuple[str, ...],
     out: list[act.Action],
 ) -> RoundState:
-    """Someone has an update for us. One per sender, of our group, at most 16, in time."""
+    """Someone has an update for us. One per sender, at most 16, in time."""
     if ref.sender == state.me or state.trust.excluded(ref.sender, state.round):
         return state
     if state.rules.ended(state.round) or state.log.head.round >= state.round:
         return state  # nothing more goes into this round, also if we only got its result
-    if not in_own_group(state, ref.sender) or stage.phase is not Phase.COLLECT:
+    if stage.phase is not Phase.COLLECT:
         return state
     if any(offer.sender == ref.sender for offer in stage.offers):
         return state
@@ -307,9 +272,8 @@ def _arrived(state: RoundState, ref: UpdateRef, refused: str, now_s: float) -> R
         return state
     pulling = stage.pulling - {ref}
     if refused:
-        if stage.number == 0:
-            why = f"refused update: {refused}"
-            state = replace(state, trust=state.trust.fault(ref.sender, state.round, why))
+        why = f"refused update: {refused}"
+        state = replace(state, trust=state.trust.fault(ref.sender, state.round, why))
         return with_stage(state, pulling=pulling, refused={**stage.refused, ref: refused})
     return with_stage(state, pulling=pulling, held={**stage.held, ref: now_s - stage.opens_s})
 
@@ -318,15 +282,13 @@ def _vote(state: RoundState, vote: Vote, out: list[act.Action]) -> RoundState:
     stage = state.stage
     if stage is None or vote.round != state.round or vote.voter == state.me:
         return state
-    if vote.stage > stage.number:
-        return keep_ahead(state, act.VoteArrived(vote))
-    if vote.stage < stage.number or stage.agreed is not None or not may_vote(state, vote.voter):
+    if stage.agreed is not None:
         return state
     known = state.peers.get(vote.voter)
     proposal = known.proposal_s if known else state.rules.deadline.ceiling_s
     view = PeerView(vote.round, vote.base, vote.base_round, proposal)
     if known != view:
-        state = _see(state, {vote.voter: view})
+        state = _see(state, vote.voter, view)
     ballot = stage.ballot.with_vote(vote)
     if vote.voter in ballot.two_faced and vote.voter not in stage.ballot.two_faced:
         trust = state.trust.fault(vote.voter, state.round, "two different votes in one round")
@@ -335,18 +297,8 @@ def _vote(state: RoundState, vote: Vote, out: list[act.Action]) -> RoundState:
     # Other senders in a vote are hearsay. Its own update a voter signs, as in its record, which
     # the vote may overtake: without this it would count as one that sends nothing.
     own = next((ref for ref in vote.listed if ref.sender == vote.voter), None)
-    if own is not None and vote.stage == 0 and state.stage is not None:
+    if own is not None and state.stage is not None:
         state = _offer(state, state.stage, own, (vote.voter,), out)
-    return state
-
-
-def _votes_wanted(state: RoundState, event: act.VotesWanted, out: list[act.Action]) -> RoundState:
-    stage = state.stage
-    if stage and (event.round, event.stage) == (state.round, stage.number):
-        votes = stage.ballot.votes
-        found = tuple(votes[v] for v in event.voters[:MAX_LISTED] if v in votes)
-        if found:
-            out.append(act.SendVotes(event.peer, found))
     return state
 
 
@@ -372,7 +324,7 @@ def _pass_deadlines(state: RoundState, now_s: float, out: list[act.Action]) -> R
 
 def _round_of(event: act.Event) -> int:
     match event:
-        case act.PeerRecord() | act.GroupClaim():
+        case act.PeerRecord():
             return event.round
         case act.VoteArrived(vote):
             return vote.round

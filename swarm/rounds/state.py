@@ -15,8 +15,8 @@ from swarm.consensus.trust import TrustBook
 from swarm.consensus.votes import Ballot, UpdateRef
 from swarm.rounds import actions as act
 from swarm.rounds.deadline import DeadlineRules
-from swarm.rounds.groups import committee, group_of, members_of
 
+MAX_GROUP = 16  # replicas of a block that exchange with each other
 MAX_EARLY = 256
 MAX_KNOWN = 1024
 
@@ -36,8 +36,7 @@ class RoundRules:
         return self.last is not None and number > self.last
 
     def __post_init__(self) -> None:
-        both_stages = 2 * self.vote_window_s + 3 * self.repair_window_s
-        windows = self.deadline.ceiling_s + both_stages
+        windows = self.deadline.ceiling_s + 2 * self.vote_window_s + 3 * self.repair_window_s
         if windows > self.period_s:
             raise ValueError(f"an exchange of {windows} s does not fit into {self.period_s} s")
 
@@ -52,9 +51,8 @@ class Phase(enum.IntEnum):
 
 @dataclass(frozen=True)
 class Stage:
-    """One passage from COLLECT to DONE: over updates (0) or over groups' aggregates (1)."""
+    """The passage of a round from COLLECT to DONE."""
 
-    number: int
     opens_s: float
     first_s: float
     second_s: float
@@ -97,7 +95,6 @@ class RoundState:
     trust: TrustBook = field(default_factory=TrustBook)
     warm_until: int = 0  # a newcomer sends no update up to this round
     round: int = 0
-    groups: int = 1
     stage: Stage | None = None
     own: UpdateRef | None = None
     own_size_bytes: int = 0
@@ -106,9 +103,7 @@ class RoundState:
     arrivals_s: tuple[float, ...] = ()
     sync: Sync | None = None
     early: tuple[act.Event, ...] = ()  # of the next round
-    ahead: tuple[act.Event, ...] = ()  # of the second stage, while we are in the first
     outcome: str = "missed"
-    first_report: act.Report | None = None  # of stage 0, while stage 1 is on
 
 
 def with_stage(state: RoundState, **changes: object) -> RoundState:
@@ -117,37 +112,14 @@ def with_stage(state: RoundState, **changes: object) -> RoundState:
     return replace(state, stage=replace(state.stage, **changes))  # type: ignore[arg-type]
 
 
-def opened(rules: RoundRules, number: int, opens_s: float, first_s: float) -> Stage:
+def opened(rules: RoundRules, opens_s: float, first_s: float) -> Stage:
     second = first_s + rules.vote_window_s
-    return Stage(number, opens_s, first_s, second, second + rules.repair_window_s)
+    return Stage(opens_s, first_s, second, second + rules.repair_window_s)
 
 
-def all_peers(state: RoundState) -> list[str]:
-    return [*state.peers, state.me]
-
-
-def own_group(state: RoundState) -> tuple[str, ...]:
-    """Our group of this round, with us."""
-    group = group_of(state.me, state.round, state.groups)
-    return members_of(group, all_peers(state), state.round, state.groups, MAX_KNOWN)
-
-
-def in_own_group(state: RoundState, peer: str) -> bool:
-    ours = group_of(state.me, state.round, state.groups)
-    return group_of(peer, state.round, state.groups) == ours
-
-
-def may_vote(state: RoundState, peer: str) -> bool:
-    """Also a peer whose record we have not seen: its vote is signed and names its base."""
-    if state.stage and state.stage.number == 1:
-        return peer in committee({*state.peers, state.me, peer}, state.round)
-    return in_own_group(state, peer)
-
-
-def voters(state: RoundState) -> tuple[str, ...]:
-    if state.stage and state.stage.number == 1:
-        return committee(all_peers(state), state.round)
-    return own_group(state)
+def members(state: RoundState) -> tuple[str, ...]:
+    """All replicas of the block that we know, with us."""
+    return (*state.peers, state.me)
 
 
 def active(state: RoundState, peer: str) -> bool:
@@ -155,11 +127,6 @@ def active(state: RoundState, peer: str) -> bool:
     view = state.peers.get(peer)
     fresh = view is not None and view.round >= state.round - 1
     return fresh and not state.trust.excluded(peer, state.round)
-
-
-def keep_ahead(state: RoundState, event: act.Event) -> RoundState:
-    """A peer that is in the second stage already: hear it when we get there."""
-    return replace(state, ahead=kept_for_later(state.ahead, event))
 
 
 def kept_for_later(waiting: tuple[act.Event, ...], event: act.Event) -> tuple[act.Event, ...]:
@@ -178,12 +145,10 @@ def kept_for_later(waiting: tuple[act.Event, ...], event: act.Event) -> tuple[ac
     return waiting if len(others) >= MAX_EARLY else (*others, event)
 
 
-def _said_by(event: act.Event) -> tuple[str, str, int]:
+def _said_by(event: act.Event) -> tuple[str, str]:
     match event:
         case act.PeerRecord(peer=peer):
-            return ("record", peer, 0)
-        case act.GroupClaim(peer=peer):
-            return ("claim", peer, 0)
+            return ("record", peer)
         case act.VoteArrived(vote):
-            return ("vote", vote.voter, vote.stage)
-    return ("", "", 0)
+            return ("vote", vote.voter)
+    return ("", "")

@@ -83,7 +83,7 @@ def test_the_longest_lists_fit_their_limits() -> None:
     announced = pack_records([longest] * RECORDS_PER_ANNOUNCE)
     assert len(announced) <= PAYLOAD_MAX_BYTES[Kind.ANNOUNCE_REPLY]
     listed = LISTED[:1] * LISTED_PER_VOTE
-    large = dataclasses.replace(VOTE, round=ROUND_MAX, base_round=ROUND_MAX + 1, stage=1)
+    large = dataclasses.replace(VOTE, round=ROUND_MAX, base_round=ROUND_MAX + 1)
     declined = tuple(bytes([n]) * DECLINED_BYTES for n in range(DECLINED_PER_VOTE))
     large = dataclasses.replace(large, declined=declined)
     vote = seal_vote(VOTER, dataclasses.replace(large, block=4095, listed=listed))

@@ -99,8 +99,8 @@ def test_gb_per_day_by_hand() -> None:
     assert expected_gb_per_day(TINY, 2, block=0) == pytest.approx(both / 1e9)
     amounts = [expected_gb_per_day(TINY, n) for n in (1, 2, 4, 16)]
     assert amounts == sorted(amounts)
-    # Above 16 replicas an update is pulled by its group only; the groups' steps come on top.
-    assert expected_gb_per_day(alone, 32) < 2 * 21600 * 31 * update * 1.1 / 1e9
+    # No more than 16 replicas exchange with each other.
+    assert expected_gb_per_day(alone, 32) == expected_gb_per_day(alone, 16)
 
 
 def test_disk() -> None:

@@ -14,6 +14,7 @@ import numpy as np
 from node.host.events import Measured
 from node.host.training import Training
 from node.trainer.process import TrainerSettings
+from node.trainer.trainer import Trainer
 from node.trainer.weights_queue import WeightsQueue
 from swarm.consensus.fixed_point import to_fixed
 from swarm.learning.flat import Floats, initial_flat
@@ -36,7 +37,13 @@ def test_a_new_process_takes_no_step_before_it_has_its_weights() -> None:
         settings = TrainerSettings(file.run.to_dict(), 0, "python", "host", "cpu", threads=1)
         measured = Measured()
         training = Training(
-            settings, file, measured, lambda what, detail: told.append(what), lambda text: None, run
+            Trainer,
+            settings,
+            file,
+            measured,
+            lambda what, detail: told.append(what),
+            lambda text: None,
+            run,
         )
         trainer, queue = training.trainer, WeightsQueue(training.lost)
 

@@ -26,7 +26,7 @@ def asked(chain: Chain, seed: int) -> tuple[act.Aggregate, dict[bytes, Held]]:
     wanted = np.random.default_rng(seed).integers(-(2**20), 2**20, SIZE)
     payload, update = CODEC.encode(wanted, 0, number, me)
     ref = UpdateRef(update_digest(payload), peer_text(me))
-    order = act.Aggregate(number, chain.log.head.digest, (ref,), None, 0.0)
+    order = act.Aggregate(number, chain.log.head.digest, (ref,), 0.0)
     return order, {ref.digest: Held(ref, number, payload, update)}
 
 

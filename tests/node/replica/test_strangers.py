@@ -34,6 +34,10 @@ def test_a_liar_among_four_changes_nothing_for_the_others(tmp_path: Path) -> Non
     run(work, tmp_path)
 
 
+# Of an ordinary norm, which is the rule's limit; and one that shows nothing to refuse.
+WELL_FORMED = (Lie.NOISE, Lie.BIAS, Lie.STALL, Lie.STALE, Lie.TWO_FACED, Lie.SILENT)
+
+
 async def with_liar(swarm: Swarm, lie: Lie) -> None:
     swarm.folder.mkdir()
     honest = [swarm.add(name).start() for name in "abc"]
@@ -47,7 +51,7 @@ async def with_liar(swarm: Swarm, lie: Lie) -> None:
     parts = [c for m in honest for e in m.entries if (c := e.contribution_of(me))]
     if lie in (Lie.SCALE, Lie.SIGN_FLIP, Lie.POISON):
         assert any(c.scale == 0 for c in parts), lie
-    elif lie not in (Lie.NOISE, Lie.BIAS, Lie.STALL):  # of an ordinary norm: the rule's limit
+    elif lie not in WELL_FORMED:
         assert refused, lie
         assert me in {peer for m in honest for peer in m.exclusions}, lie
         assert all(why for m in honest for why in m.reasons), lie

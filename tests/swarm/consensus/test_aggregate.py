@@ -10,7 +10,7 @@ from hypothesis import given, settings
 from hypothesis import strategies as st
 
 from protocol.limits import WORK_ONE
-from swarm.consensus.aggregate import Rule, aggregate, combine_groups, norm_limit, work_of
+from swarm.consensus.aggregate import Rule, aggregate, norm_limit, work_of
 from swarm.consensus.feedback import corrected, correction, unsent
 from swarm.consensus.fixed_point import (
     SCALE_ONE,
@@ -219,11 +219,6 @@ def test_a_liar_that_varies_shields_nobody() -> None:
     wild = (900, -900, 900, -900, 900, -900, 0)
     past = [(100,) * 7] * 4 + [wild, (0,) * 7]
     assert _left_out(_apart(6), past) == [4, 5]
-
-
-def test_groups_are_weighted_by_their_size() -> None:
-    one, other = FixedUpdate(2, None, ints(10, 0)), FixedUpdate(2, None, ints(0, 10))
-    assert combine_groups([(one, 3), (other, 1)]).dense().tolist() == [8, 3]
 
 
 # The table: logistic regression on 4 shards, top-k with error feedback, one of four lies.

@@ -48,7 +48,6 @@ from swarm.consensus.updates import (
     update_digest,
 )
 from swarm.consensus.votes import UpdateRef, Vote, VoteError
-from swarm.rounds.second_stage import group_name
 
 PEERS = [Identity(bytes([i + 1]) * 32) for i in range(8)]
 ME, OTHER = PEERS[0].peer_id, PEERS[1].peer_id
@@ -361,7 +360,6 @@ def wired_vote(original: Vote) -> SignedVote:
         vote(),
         vote(listed=()),
         vote(base_round=-1, round=0),
-        vote(stage=1, listed=tuple(UpdateRef(bytes([i]) * 32, group_name(i)) for i in range(16))),
     ],
 )
 def test_votes_survive_the_wire(original: Vote) -> None:
@@ -387,9 +385,6 @@ def test_votes_that_no_honest_replica_sends() -> None:
         from_wire_vote(seal_vote(PEERS[0], replace(good, base_round=ROUND + 2)))
     with pytest.raises(Malformed):
         from_wire_vote(seal_vote(PEERS[0], replace(good, listed=(b"x" * 70,))))
-    for sender in (ME, b"x" * 38, b"group\0" + b"\1" * 32):
-        with pytest.raises(Malformed):
-            from_wire_vote(seal_vote(PEERS[0], replace(good, stage=1, listed=(a[:32] + sender,))))
 
 
 # --- snapshots

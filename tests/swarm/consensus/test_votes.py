@@ -87,7 +87,6 @@ def test_one_update_per_sender() -> None:
         replace(vote(0, 1), listed=(UpdateRef(b"a" * 32, "p"), UpdateRef(b"b" * 32, "p"))),
         replace(vote(0), listed=tuple(ref(i) for i in range(17))),
         replace(vote(0), base=b""),
-        replace(vote(0), stage=2),
         replace(vote(0), base_round=9),
         replace(vote(0), round=-1),
     ],

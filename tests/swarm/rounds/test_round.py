@@ -1,26 +1,22 @@
-"""The round against any order, loss and repetition of events.
+"""The round against any order, loss and repetition of events: one machine, fed at random.
 
-One machine is fed with random events; and whole swarms run on a network that loses, delays and
-splits as hypothesis likes, with every action watched.
+Whole swarms, with every action watched: `tests/node/simulator`.
 """
 
 from __future__ import annotations
-
-from functools import partial
 
 import pytest
 from hypothesis import given, settings
 from hypothesis import strategies as st
 
-from swarm.consensus.fixed_point import SCALE_ONE, add_into, scaled
-from swarm.consensus.log import ConsensusLog, Contribution, Entry, MoveMode
-from swarm.consensus.votes import UpdateRef, Vote
+from swarm.consensus.fixed_point import SCALE_ONE
+from swarm.consensus.log import ConsensusLog, Contribution, Entry
+from swarm.consensus.votes import Vote
 from swarm.rounds import actions as act
 from swarm.rounds.deadline import DeadlineRules
 from swarm.rounds.round import next_wakeup_s, step
-from swarm.rounds.state import Phase, RoundRules, RoundState
-from swarm.simulation.host import Host, SimRules
-from swarm.simulation.simulator import Simulation
+from swarm.rounds.state import RoundRules, RoundState
+from tests.support.bookkeeping import Books, check_time
 from tests.support.one_replica import RULES, START, fresh, own, theirs
 
 
@@ -105,7 +101,6 @@ events = st.one_of(
         st.sets(peers),
         st.booleans(),
     ),
-    st.builds(lambda p, r: act.VotesWanted(f"p{p}", r, 0, ("p0", "p1")), peers, rounds),
     st.builds(lambda h: act.FetchFailed(h, ("p1",)), heads),
     st.builds(lambda r: act.CanaryVerdict(r, ("p2",)), rounds),
     st.just("aggregated"),
@@ -116,52 +111,6 @@ events = st.one_of(
 def entry_for(state: RoundState, asked: act.Aggregate) -> Entry:
     parts = tuple(Contribution(r.digest, r.sender, SCALE_ONE) for r in asked.refs)
     return Entry(asked.round, asked.base, bytes(32), bytes(32), 1, parts)
-
-
-def check_time(state: RoundState, now_s: float) -> None:
-    """Nothing waits past its deadline."""
-    assert next_wakeup_s(state, now_s) > now_s
-    stage = state.stage
-    if stage is None:
-        return
-    if now_s >= stage.first_s:
-        assert stage.phase is not Phase.COLLECT
-    if now_s >= stage.second_s:
-        assert stage.phase is not Phase.VOTE or now_s < stage.third_s
-    if now_s >= stage.third_s:
-        assert stage.phase in (Phase.AGGREGATE, Phase.DONE)
-
-
-class Books:
-    """What became of every update of ours, as the actions say."""
-
-    def __init__(self, me: str = "me") -> None:
-        self.me = me
-        self.offered: set[UpdateRef] = set()
-        self.settled: dict[UpdateRef, int] = {}
-        self.returned: set[UpdateRef] = set()
-
-    def see(self, action: act.Action) -> None:
-        if isinstance(action, act.Settle):
-            assert action.ref not in self.settled, "counted twice"
-            self.settled[action.ref] = action.scale
-        if isinstance(action, act.ReturnToFeedback):
-            assert self.settled.pop(action.ref, 0) == action.scale
-            self.returned.add(action.ref)
-
-    def check(self, state: RoundState) -> None:
-        """Each is in flight, or in the chain and settled, or returned: exactly one of them."""
-        chain = [
-            UpdateRef(c.digest, c.sender)
-            for e in state.log.entries
-            for c in e.contributions
-            if c.sender == self.me and c.scale > 0
-        ]
-        assert len(chain) == len(set(chain))
-        assert set(chain) == set(self.settled)
-        for ref in self.offered:
-            places = (ref in state.in_flight, ref in self.settled)
-            assert sum(places) == 1 or (sum(places) == 0 and ref in self.returned)
 
 
 @given(st.lists(st.tuples(st.floats(0, 4), events), max_size=60))
@@ -295,106 +244,3 @@ def test_a_vote_that_overtakes_its_record_brings_the_offer() -> None:
 def test_an_exchange_must_fit_into_a_period() -> None:
     with pytest.raises(ValueError, match="does not fit"):
         RoundRules(0.0, 5.0, DeadlineRules(1.0, 6.0), 1.5, 1.5)
-
-
-# Whole swarms
-
-
-class Watch:
-    """Looks at every decision of every host."""
-
-    def __init__(self) -> None:
-        self.sets: dict[object, object] = {}
-        self.entries: dict[object, bytes] = {}
-
-    def over(self, host: Host) -> None:
-        perform, hear, books = host.act, host.hear, Books(host.name)
-
-        def watched_act(action: act.Action) -> None:
-            if isinstance(action, act.MoveTo) and action.mode is not MoveMode.REBASE:
-                watched_books.clear()  # all that was learned is measured anew
-            for each in watched_books:
-                each.see(action)
-            if isinstance(action, act.Aggregate):
-                stage = host.state.stage
-                assert stage is not None
-                eligible = host.state.log.eligible_voters()
-                votes = frozenset(stage.ballot.counted(action.base, eligible))
-                key = (action.round, action.base, action.group, votes)
-                assert self.sets.setdefault(key, action.refs) == action.refs
-            if isinstance(action, act.Apply):
-                parts = tuple(c.digest for c in action.entry.contributions)
-                key = (action.entry.round, action.entry.parent, parts)
-                digest = action.entry.digest
-                assert self.entries.setdefault(key, digest) == digest
-            perform(action)
-
-        watched_books = [books]
-
-        def watched_hear(event: act.Event) -> None:
-            hear(event)
-            if host.alive and host.running:
-                check_time(host.state, host.now_s())
-                books.offered |= {event.ref} if isinstance(event, act.UpdateReady) else set()
-                for each in watched_books:
-                    each.check(host.state)
-
-        # In the methods' places, which mypy forbids: the simulator itself needs no watching.
-        host.act, host.hear = watched_act, watched_hear  # type: ignore[method-assign]
-
-
-def check_ledger(host: Host) -> None:
-    """Unsent is exactly what was learned here minus what the chain has of it."""
-    if any(move.mode is not MoveMode.REBASE for move in host.moves):
-        return
-    expected = host.progress.copy()
-    for entry in host.state.log.entries:
-        part = entry.contribution_of(host.name)
-        if part is not None and part.scale:
-            update = host.own[UpdateRef(part.digest, host.name)]
-            add_into(expected, scaled(update, part.scale), -1)
-    assert (expected == host.unsent()).all()
-
-
-def check_chain_counts_once(host: Host) -> None:
-    used = [c.digest for e in host.state.log.entries for c in e.contributions]
-    assert len(used) == len(set(used))
-
-
-@given(
-    seed=st.integers(0, 10**6),
-    hosts=st.integers(1, 6),
-    loss=st.sampled_from([0.0, 0.1, 0.3, 0.6]),
-    latency=st.sampled_from([0.02, 0.3, 1.5]),
-    pauses=st.lists(st.tuples(st.integers(0, 5), st.floats(1, 9), st.floats(0.1, 5)), max_size=3),
-    split=st.floats(1, 9) | st.none(),
-)
-@settings(max_examples=40, deadline=None)
-def test_swarms_under_any_weather(
-    seed: int,
-    hosts: int,
-    loss: float,
-    latency: float,
-    pauses: list[tuple[int, float, float]],
-    split: float | None,
-) -> None:
-    sim = Simulation(seed, SimRules(loss=loss, latency_s=latency, size=24, top_k=4))
-    watch = Watch()
-    for i in range(hosts):
-        watch.over(sim.add(f"h{i}", skew_s=(i % 3) * 0.2))
-    for who, start, length in pauses:
-        host = sim.hosts[f"h{who % hosts}"]
-        sim.at_round(start, partial(setattr, host, "running", False))
-        sim.at_round(start + length, partial(resume, host))
-    if split is not None:
-        sim.at_round(split, lambda: sim.sides.update({"h0": 1, "h1": 1}))
-        sim.at_round(split + 2, sim.sides.clear)
-    sim.run(11.9)
-    for host in sim.hosts.values():
-        check_ledger(host)
-        check_chain_counts_once(host)
-
-
-def resume(host: Host) -> None:
-    host.running = True
-    host.hear(act.Tick())

@@ -7,14 +7,11 @@ from dataclasses import replace
 import pytest
 
 from swarm.consensus.fixed_point import SCALE_ONE
-from swarm.consensus.forks import YOUNG
 from swarm.consensus.log import ConsensusLog, Contribution, Entry
 from swarm.consensus.votes import Vote
 from swarm.rounds import actions as act
 from swarm.rounds.round import step
 from swarm.rounds.state import Phase, RoundState
-from swarm.simulation.host import SimRules
-from swarm.simulation.simulator import Simulation
 from tests.support.one_replica import RULES, START, own, theirs
 
 
@@ -125,24 +122,3 @@ def test_a_record_of_the_round_before_says_that_its_owner_is_there() -> None:
     older = act.PeerRecord("p1", 2, state.log.head.parent, 1, None, 0, 2.0)
     state, _ = step(state, older, 80.2)
     assert "p1" not in state.peers
-
-
-@pytest.mark.parametrize(("few", "more"), [(1, 1), (1, 4), (2, 3)])
-def test_sides_that_began_a_block_apart_find_together(few: int, more: int) -> None:
-    """By its log each side is strangers to the other, until each has taken the other's updates."""
-    sim = Simulation(few + more, SimRules(loss=0.02))
-    for name in (*(f"a{i}" for i in range(few)), *(f"b{i}" for i in range(more))):
-        sim.add(name)
-        sim.sides[name] = int(name.startswith("a"))
-    sim.run(30.9)
-    log = sim.hosts["b0"].state.log
-    assert len(log.entries) > YOUNG and len(log.contributors()) == more
-    assert len(sim.heads()) == 2
-    sim.sides.clear()
-    sim.run(36.95)
-    assert len(sim.heads()) == 1
-    if few < more:
-        assert all(bool(host.moves) == (name < "b") for name, host in sim.hosts.items())
-    sim.run(45.95)
-    assert set(sim.hosts["b0"].state.log.inclusions().values()) == {8}
-    assert len(sim.hosts["b0"].state.log.inclusions()) == few + more

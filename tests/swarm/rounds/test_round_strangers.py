@@ -146,19 +146,6 @@ def test_early_votes_are_bounded_whoever_sends_them() -> None:
     assert len(state.early) == MAX_EARLY
 
 
-def test_who_talks_much_ahead_of_us_leaves_room_for_the_others() -> None:
-    """Votes and claims of the second stage, while we are in the first."""
-    state, _ = step(fresh(), act.Tick(), PERIOD_S + 0.1)
-    head, now = state.log.head, state.round
-    for number in range(MAX_EARLY):
-        refs = (UpdateRef(number.to_bytes(32, "big"), "q"),)
-        vote = Vote("loud", now, head.digest, head.round, refs, stage=1)
-        state, _ = step(state, act.VoteArrived(vote), PERIOD_S + 0.2)
-    quiet = act.VoteArrived(Vote("quiet", now, head.digest, head.round, (), stage=1))
-    state, _ = step(state, quiet, PERIOD_S + 0.3)
-    assert len(state.ahead) == 3 and quiet in state.ahead
-
-
 def test_updates_of_rounds_that_nobody_decides_are_unsent_again() -> None:
     """A voter who agrees to nothing, while the run is so young that everybody has a vote."""
     state, returned = fresh(), 0
