@@ -22,27 +22,27 @@ import torch
 
 from benchmarks.wire_bytes import control_bytes, follow_bytes, pull_bytes
 from node.data.windows import WindowStream, stream_seed
-from node.log.consensus import TREND_ROUNDS
 from protocol.errors import BlockswarmError, WireError
-from protocol.limits import WORK_ONE
-from swarm.consensus.aggregate import Rule, aggregate, clip_scale, norm_limit
+from protocol.identity import peer_text
+from swarm.consensus.aggregate import Rule
 from swarm.consensus.feedback import Unsent, aside_share, set_aside
 from swarm.consensus.fixed_point import (
     QUANTUM_BITS,
-    SCALE_ONE,
     FixedUpdate,
     Halves,
     Ints,
     add_into,
-    compact,
-    norm,
     scaled,
     to_fixed,
     to_float,
+    weights_digest,
 )
+from swarm.consensus.log import ConsensusLog, genesis
 from swarm.consensus.schedule import CodecSchedule
-from swarm.consensus.sums import apply_step
+from swarm.consensus.step import TREND_ROUNDS, fitting_update, next_step
+from swarm.consensus.sums import summed
 from swarm.consensus.updates import UpdateCodec, update_digest
+from swarm.consensus.votes import UpdateRef
 from swarm.learning.composition import ComposedModel
 from swarm.learning.coupling import composed_versions, followed_blocks, upstream_versions
 from swarm.learning.flat import Floats, add_flat, flat_weights, load_flat
@@ -53,7 +53,6 @@ from swarm.run import Run
 from swarm.runfile import scheduled_steps
 
 CPU = torch.device("cpu")
-NORM_ROUNDS, SCORE_ROUNDS = 8, 7  # what `ConsensusLog` remembers for the rule
 
 # What a liar sends instead: (codec, what is unsent, block, round, sender, its honest payload).
 Lie = Callable[[UpdateCodec, Ints, int, int, bytes, bytes], bytes]
@@ -95,6 +94,10 @@ class Sent:
     own: FixedUpdate
     payload: bytes
 
+    @property
+    def ref(self) -> UpdateRef:
+        return UpdateRef(update_digest(self.payload), peer_text(self.member.peer_id))
+
 
 @dataclass(eq=False)
 class Member:
@@ -106,7 +109,6 @@ class Member:
     lie: Lie | None = None
     in_flight: list[Sent] = field(default_factory=list)
     aside: Halves | None = None  # as `node.replica.running_weights` has it
-    scores: deque[int] = field(default_factory=lambda: deque(maxlen=SCORE_ROUNDS))
     speed: float = 1.0  # the share of a round's steps that it makes
     owed: float = 0.0  # a part of a step
     refused: int = 0
@@ -149,16 +151,9 @@ class BlockGroup:
         ]
         self.consensus = to_fixed(flat_weights(self.members[0].worker.block))
         self.codec = UpdateCodec(rules.codec, len(self.consensus))
-        self.norms: deque[int] = deque(maxlen=NORM_ROUNDS)
-        self.works: deque[int] = deque(maxlen=NORM_ROUNDS)
-        self.steps: deque[FixedUpdate] = deque(maxlen=TREND_ROUNDS)
+        self.log = ConsensusLog((genesis("", block, weights_digest(self.consensus)),))
+        self.changes: deque[FixedUpdate] = deque(maxlen=TREND_ROUNDS)
         self.versions: dict[int, Floats] = {0: to_float(self.consensus)}
-
-    @property
-    def replicas_lately(self) -> float:
-        """As `swarm.consensus.log.ConsensusLog.replicas`."""
-        done = [work / WORK_ONE for work in self.works if work]
-        return max(1.0, sum(done) / len(done)) if done else 1.0
 
     def make_updates(self, number: int, rng: random.Random) -> list[int]:
         """Exchange `number`, from 1 on: every replica sends what is unsent. The payloads' lengths.
@@ -172,8 +167,8 @@ class BlockGroup:
                 raise Diverged(f"a replica of block {self.block} diverged in round {number}")
             flying = [sent.own for sent in member.in_flight]
             rest = Unsent(running, self.consensus, flying, member.aside)
-            payload, own = self._encode(rest, number, member.peer_id)
-            share = aside_share(self.replicas_lately) if self.codec.schedule.sparse else 0.0
+            payload, own = self._encoded(rest, number, member.peer_id)
+            share = aside_share(self.log.replicas()) if self.codec.schedule.sparse else 0.0
             member.aside, change = set_aside(rest, own, share)
             if change is not None:
                 add_flat(member.worker.block, change)
@@ -188,15 +183,10 @@ class BlockGroup:
                 member.in_flight.append(Sent(member, number, due, own, payload))
         return lengths
 
-    def _encode(self, rest: Unsent, number: int, peer_id: bytes) -> tuple[bytes, FixedUpdate]:
-        """As `node.replica.replica.Replica.encode`: no longer than what the others would take."""
-        payload, update = self.codec.encode(rest, self.block, number, peer_id)
-        limit = None if self.rules.rule is Rule.MEAN else norm_limit(tuple(self.norms))
-        scale = SCALE_ONE if limit is None else clip_scale(norm(update), limit)
-        if scale < SCALE_ONE:
-            shorter = rest.times(scale / SCALE_ONE)
-            payload, update = self.codec.encode(shorter, self.block, number, peer_id)
-        return payload, update
+    def _encoded(self, rest: Unsent, number: int, peer_id: bytes) -> tuple[bytes, FixedUpdate]:
+        if self.rules.rule is Rule.MEAN:  # nobody is refused for its length
+            return self.codec.encode(rest, self.block, number, peer_id)
+        return fitting_update(self.codec, rest, self.log, self.block, number, peer_id)
 
     def settle(self, number: int) -> tuple[list[int], int]:
         """The end of an exchange: combine what arrived, correct the running weights.
@@ -212,44 +202,37 @@ class BlockGroup:
                     due.append((sent, read(self.codec, sent.payload, self.block, sent.round, who)))
                 except WireError:
                     member.refused += 1
-        due.sort(key=lambda pair: update_digest(pair[0].payload))
-        included = self._combine(due) if due else []
+        due.sort(key=lambda pair: pair[0].ref)
+        included = self._combine(number, due) if due else []
         self.versions[number] = to_float(self.consensus)
         return included, len(due)
 
-    def _combine(self, due: list[tuple[Sent, FixedUpdate]]) -> list[int]:
-        trend = None
-        if self.steps:
-            total = np.zeros(len(self.consensus), dtype=np.int64)
-            for step in self.steps:
-                add_into(total, step)
-            trend = compact(total)
-        result = aggregate(
-            [update for _, update in due],
-            rule=self.rules.rule,
-            recent_norms=self.norms,
-            trend=trend,
-            past_scores=[tuple(sent.member.scores) for sent, _ in due],
+    def _combine(self, number: int, due: list[tuple[Sent, FixedUpdate]]) -> list[int]:
+        trend = summed([(step, 1) for step in self.changes]) if self.changes else None
+        step = next_step(
+            self.log,
+            number,
+            self.consensus,
+            [(sent.ref, update) for sent, update in due],
+            trend,
             same_text=self.rules.same_text,
+            rule=self.rules.rule,
         )
-        self.consensus, made = apply_step(self.consensus, result.delta)
-        self.norms.append(result.median_norm)
-        self.works.append(result.work)
-        self.steps.append(made)
-        for (sent, _), score in zip(due, result.scores, strict=False):  # none with a plain mean
-            sent.member.scores.append(score)
+        self.log, self.consensus = self.log.appended(step.entry), step.weights
+        self.changes.append(step.change)
+        scales = {c.digest: c.scale for c in step.entry.contributions}
         own: dict[int, list[FixedUpdate]] = {}
-        for (sent, _), scale in zip(due, result.scales, strict=True):
+        for sent, _ in due:
+            scale = scales[sent.ref.digest]
             sent.member.left_out += scale == 0
             if scale:  # what a liar takes out of its weights is what it should have sent
                 own.setdefault(id(sent.member), []).append(scaled(sent.own, scale))
         for member in self.members:
-            change = made.dense().copy()
+            change = step.change.dense().copy()
             for part in own.get(id(member), []):
                 add_into(change, part, -1)
             add_flat(member.worker.block, (change * 2.0**-QUANTUM_BITS).astype(np.float32))
-        counted = zip(due, result.scales, strict=True)
-        return [len(sent.payload) for (sent, _), scale in counted if scale]
+        return [len(sent.payload) for sent, _ in due if scales[sent.ref.digest]]
 
 
 class ExchangeSwarm:
@@ -313,7 +296,7 @@ class ExchangeSwarm:
     def _train(self, first: int, steps: int) -> None:
         for group in self.groups:
             wanted = self._wanted(group.block)
-            faster = self.run.training.rate_factor(group.replicas_lately)
+            faster = self.run.training.rate_factor(group.log.replicas())
             for member, copies in zip(group.members, self._copies[group.block], strict=True):
                 for other, moving in copies.items():
                     version = self.groups[other].versions[wanted[other]]

@@ -19,10 +19,9 @@ from node.log.fetch import Pin, Quanta
 from protocol.frames import content_digest
 from swarm.consensus.fixed_point import FixedUpdate, Ints, add_into, weights_digest
 from swarm.consensus.log import ConsensusLog, Entry, LogError
+from swarm.consensus.step import TREND_ROUNDS
 from swarm.consensus.sums import summed
 from swarm.consensus.updates import UpdateCodec, replay, replayed_step, shards_of, snapshot_index
-
-TREND_ROUNDS = 8
 
 Shards = tuple[memoryview, ...]
 

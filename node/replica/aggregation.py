@@ -15,10 +15,9 @@ from node.log.consensus import Consensus
 from node.log.fetch import Quanta
 from node.log.room import Room
 from node.replica.exchange import Held
-from swarm.consensus.aggregate import aggregate
-from swarm.consensus.fixed_point import FixedUpdate, step_digest, weights_digest
-from swarm.consensus.log import ConsensusLog, Contribution, Entry
-from swarm.consensus.sums import apply_step
+from swarm.consensus.fixed_point import FixedUpdate
+from swarm.consensus.log import ConsensusLog, Entry
+from swarm.consensus.step import Step, next_step
 from swarm.consensus.trend import Trend
 from swarm.consensus.updates import snapshot_index
 from swarm.rounds import actions as act
@@ -28,9 +27,7 @@ from swarm.rounds import actions as act
 class Computed:
     """A step that waits for the round to apply it."""
 
-    entry: Entry
-    new: Quanta
-    step: FixedUpdate
+    step: Step
     payloads: list[bytes]
     index: bytes | None  # of the weights as a snapshot, if this is to be one
 
@@ -60,20 +57,21 @@ class Aggregation:
             computed = await asyncio.to_thread(
                 _computed, action, held, log, weights, steps, self._trend, room, same_text
             )
-        self._computed[computed.entry.digest] = computed
-        return computed.entry
+        self._computed[computed.step.entry.digest] = computed
+        return computed.step.entry
 
     def apply(self, entry: Entry, log: ConsensusLog, consensus: Consensus) -> FixedUpdate:
         """Make a computed step; `log` has it at its head already."""
         computed = self._computed.pop(entry.digest)
         self._room.keep(consensus.weights)
-        consensus.advance(entry, computed.new, computed.step, computed.payloads)
+        step = computed.step
+        consensus.advance(entry, step.weights, step.change, computed.payloads)
         consensus.prune(log, computed.index)
-        return computed.step
+        return step.change
 
     def forget(self, head: bytes) -> None:
         """Steps from any other head are of no use."""
-        self._computed = {d: c for d, c in self._computed.items() if c.entry.parent == head}
+        self._computed = {d: c for d, c in self._computed.items() if c.step.entry.parent == head}
 
     async def prepare(self, log: ConsensusLog, consensus: Consensus) -> None:
         """What the next round needs of the past. If that round comes sooner it does so itself."""
@@ -92,31 +90,10 @@ def _computed(
     same_text: bool,
 ) -> Computed:
     trend.follow(steps)
-    updates = [held[ref.digest].update for ref in action.refs]
-    result = aggregate(
-        updates,
-        recent_norms=log.recent_norms(),
-        trend=trend,
-        past_scores=[log.past_scores(ref.sender) for ref in action.refs],
-        same_text=same_text,
-    )
-    scores = result.scores or (0,) * len(updates)
-    parts = [
-        Contribution(ref.digest, ref.sender, scale, score)
-        for ref, scale, score in zip(action.refs, result.scales, scores, strict=True)
-    ]
-    parts.sort(key=lambda c: c.digest)
-    new, made = apply_step(weights, result.delta, room)
-    entry = Entry(
-        action.round,
-        action.base,
-        weights_digest(new),
-        step_digest(made),
-        result.median_norm,
-        tuple(parts),
-        result.work,
-    )
-    included = [held[c.digest].payload for c in parts if c.scale > 0]
+    updates = [(ref, held[ref.digest].update) for ref in action.refs]
+    step = next_step(log, action.round, weights, updates, trend, same_text=same_text, room=room)
+    entry = step.entry
+    included = [held[c.digest].payload for c in entry.contributions if c.scale > 0]
     # Here, beside the loop: to read a gigabyte once more takes half a second.
-    index = snapshot_index(new) if entry in log.appended(entry).pinned() else None
-    return Computed(entry, new, made, included, index)
+    index = snapshot_index(step.weights) if entry in log.appended(entry).pinned() else None
+    return Computed(step, included, index)

@@ -29,10 +29,10 @@ from node.replica.running_weights import Moment, Parts, RunningWeights, Weights
 from protocol.identity import Identity, peer_text
 from protocol.messages import Purpose
 from protocol.payloads import SignedVote, seal_vote
-from swarm.consensus.aggregate import clip_scale, norm_limit
 from swarm.consensus.feedback import Unsent, aside_share, only_ours
-from swarm.consensus.fixed_point import SCALE_ONE, FixedUpdate, norm, to_fixed, weights_digest
+from swarm.consensus.fixed_point import FixedUpdate, to_fixed, weights_digest
 from swarm.consensus.log import ConsensusLog, Entry, MoveMode, genesis
+from swarm.consensus.step import fitting_update
 from swarm.consensus.updates import to_wire_vote, update_digest
 from swarm.consensus.votes import UpdateRef, Vote
 from swarm.learning.flat import Floats
@@ -323,15 +323,9 @@ class Replica:
         self.running.make_update(self.consensus, action.in_flight, use, share)
 
     def encode(self, rest: Unsent, log: ConsensusLog, number: int) -> tuple[bytes, FixedUpdate]:
-        """Our update as it is sent, and as all decode it; no longer than what others take."""
+        """Our update as it is sent, and as all decode it."""
         codec, block, me = self.settings.codec, self.settings.block, self.identity.peer_id
-        payload, update = codec.encode(rest, block, number, me)
-        limit = norm_limit(log.recent_norms())
-        scale = SCALE_ONE if limit is None else clip_scale(norm(update), limit)
-        if scale < SCALE_ONE:  # the rest follows in the next rounds
-            shorter = rest.times(scale / SCALE_ONE)
-            payload, update = codec.encode(shorter, block, number, me)
-        return payload, update
+        return fitting_update(codec, rest, log, block, number, me)
 
     def weights_at(self, number: int) -> Quanta | None:
         """The consensus of a round, as long as it can be had. From any thread: log and consensus

@@ -3,7 +3,6 @@
 from __future__ import annotations
 
 from pathlib import Path
-from types import SimpleNamespace
 from typing import Any
 
 import numpy as np
@@ -13,7 +12,6 @@ from benchmarks import attacks, gb_per_nat, gb_per_nat_table, lateness, wire_byt
 from benchmarks.exchange import BlockGroup, Diverged, ExchangeRules, ExchangeSwarm
 from benchmarks.exchange_rows import run_of
 from node.data.windows import WindowStream, stream_seed
-from node.replica.replica import Replica
 from protocol.limits import DIGEST_BYTES
 from protocol.messages import AnnounceReply
 from swarm.consensus.aggregate import Rule
@@ -67,20 +65,7 @@ def test_late_updates_are_in_flight_for_as_long() -> None:
     swarm = trained(swarm_of(ExchangeRules(TOPK, late_rounds=2)), 5)
     for group in swarm.groups:
         assert [sent.round for sent in group.members[0].in_flight] == [4, 5]
-        assert len(group.steps) == 3
-
-
-def test_updates_are_encoded_as_the_live_node_encodes_them() -> None:
-    group = trained(swarm_of(ExchangeRules(TOPK)), 3).groups[1]
-    rest = rest_of(group, 0) * 50  # too long: both must shrink it
-    who = group.members[0].peer_id
-    live: Any = SimpleNamespace(
-        settings=SimpleNamespace(codec=group.codec, block=1), identity=SimpleNamespace(peer_id=who)
-    )
-    log: Any = SimpleNamespace(recent_norms=lambda: tuple(group.norms))
-    lazy = Unsent((rest * 2.0**-24).astype(np.float32), np.zeros(len(rest), dtype=np.int32))
-    assert group._encode(lazy, 3, who)[0] == Replica.encode(live, lazy, log, 3)[0]
-    assert group._encode(lazy, 3, who)[0] != group.codec.encode(rest, 1, 3, who)[0]
+        assert len(group.changes) == 3
 
 
 def test_copies_are_the_versions_that_a_live_worker_reads() -> None:

@@ -1,0 +1,94 @@
+"""The step of a round: from the updates that were agreed on to the next entry of the log.
+
+What a host computes (`node.replica.aggregation`) and what the benchmarks that train without a
+network compute (`benchmarks.exchange`) is this.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Sequence
+from dataclasses import dataclass
+
+from swarm.consensus.aggregate import Rule, Trending, aggregate, clip_scale, norm_limit
+from swarm.consensus.feedback import Unsent
+from swarm.consensus.fixed_point import (
+    SCALE_ONE,
+    FixedUpdate,
+    Quanta,
+    norm,
+    step_digest,
+    weights_digest,
+)
+from swarm.consensus.log import ConsensusLog, Contribution, Entry
+from swarm.consensus.sums import apply_step
+from swarm.consensus.updates import UpdateCodec
+from swarm.consensus.votes import UpdateRef
+
+TREND_ROUNDS = 8  # steps whose sum is the trend that updates are judged by
+
+
+@dataclass(frozen=True, eq=False)
+class Step:
+    """An entry, the weights after it, and the change that led there."""
+
+    entry: Entry
+    weights: Quanta
+    change: FixedUpdate
+
+
+def next_step(
+    log: ConsensusLog,
+    number: int,
+    weights: Quanta,
+    updates: Sequence[tuple[UpdateRef, FixedUpdate]],
+    trend: Trending,
+    *,
+    same_text: bool = True,
+    rule: Rule = Rule.AGREE,
+    room: Quanta | None = None,
+) -> Step:
+    """The step of round `number` from the head of `log`, whose weights these are.
+
+    `updates` in the order of their digests. `room`: an array that the new weights may be written
+    to.
+    """
+    result = aggregate(
+        [update for _, update in updates],
+        rule=rule,
+        recent_norms=log.recent_norms(),
+        trend=trend,
+        past_scores=[log.past_scores(ref.sender) for ref, _ in updates],
+        same_text=same_text,
+    )
+    scores = result.scores or (0,) * len(updates)
+    parts = [
+        Contribution(ref.digest, ref.sender, scale, score)
+        for (ref, _), scale, score in zip(updates, result.scales, scores, strict=True)
+    ]
+    new, change = apply_step(weights, result.delta, room)
+    entry = Entry(
+        number,
+        log.head.digest,
+        weights_digest(new),
+        step_digest(change),
+        result.median_norm,
+        tuple(sorted(parts, key=lambda c: c.digest)),
+        result.work,
+    )
+    return Step(entry, new, change)
+
+
+def fitting_update(
+    codec: UpdateCodec, rest: Unsent, log: ConsensusLog, block: int, number: int, sender: bytes
+) -> tuple[bytes, FixedUpdate]:
+    """An update as it is sent, and as all decode it; no longer than what the others take.
+
+    What does not fit stays unsent, and follows in the next rounds.
+    """
+    payload, update = codec.encode(rest, block, number, sender)
+    limit = norm_limit(log.recent_norms())
+    scale = SCALE_ONE if limit is None else clip_scale(norm(update), limit)
+    if scale < SCALE_ONE:
+        shorter = rest.times(scale / SCALE_ONE)
+        payload, update = codec.encode(shorter, block, number, sender)
+    return payload, update
