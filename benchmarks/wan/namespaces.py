@@ -112,9 +112,13 @@ def start(name: str, command: Sequence[str], **how: Any) -> subprocess.Popen[Any
     (as with nsenter) could be held up until `remove` has looked for processes, and nobody would
     ever end it. The thread ends here; the others of this process stay where they are.
     """
+
+    def born_there() -> subprocess.Popen[Any]:
+        _enter(name)
+        return subprocess.Popen(list(command), **how)
+
     with ThreadPoolExecutor(1) as thread:
-        thread.submit(_enter, name).result()
-        return thread.submit(subprocess.Popen, list(command), **how).result()
+        return thread.submit(born_there).result()
 
 
 def _enter(name: str) -> None:
@@ -130,7 +134,7 @@ def _enter(name: str) -> None:
 
 def inside(name: str, *command: str) -> str:
     """What a short command in a namespace prints."""
-    return _said(start(name, command, **_HEARD))
+    return _said(command, start(name, command, **_HEARD))
 
 
 def counters(name: str) -> dict[str, int]:
@@ -237,14 +241,15 @@ def cpu_group(name: str) -> Path:
 
 
 def ip(*arguments: str) -> str:
-    return _said(subprocess.Popen(["ip", *arguments], **_HEARD))
+    command = ["ip", *arguments]
+    return _said(command, subprocess.Popen(command, **_HEARD))
 
 
-def _said(process: subprocess.Popen[str]) -> str:
-    """What a process prints until its end."""
+def _said(command: Sequence[str], process: subprocess.Popen[str]) -> str:
+    """What the process of a command prints until its end."""
     with process:
         out, err = process.communicate()
     if process.returncode:
         said = err.strip() or f"exit code {process.returncode}"
-        raise BedFailed(f"{' '.join(map(str, process.args))}: {said}", "run it as root on Linux")
+        raise BedFailed(f"{' '.join(command)}: {said}", "run it as root on Linux")
     return out
