@@ -5,16 +5,14 @@ from __future__ import annotations
 
 from typing import Any
 
-from benchmarks import (
-    gb_per_nat_table,
-    logical_shape_table,
-    quality_table,
-    readme,
-    sweep_table,
-    three_hosts_table,
-)
+from benchmarks import readme
+from benchmarks.gb_per_nat import table as gb_per_nat_table
 from benchmarks.harness import ROOT
+from benchmarks.logical_shape import table as logical_shape_table
 from benchmarks.page import cell
+from benchmarks.quality import table as quality_table
+from benchmarks.sweep import table as sweep_table
+from benchmarks.three_hosts import table as three_hosts_table
 
 PAGE = ROOT / "docs" / "benchmarks.md"
 PLOTS = ROOT / "docs" / "plots"

@@ -23,7 +23,7 @@ FOLDERS = [
     for package in IN_FOLDERS
     for folder in (ROOT / package, *sorted((ROOT / package).rglob("*/")))
     if (folder / "__init__.py").exists()
-]
+] + [init.parent for init in sorted((ROOT / "benchmarks").glob("*/__init__.py"))]
 
 
 def listed(package: str) -> set[str]:

@@ -92,8 +92,9 @@ class Bed:
         env: dict[str, str] | None = None,
     ) -> subprocess.Popen[bytes]:
         """Run a command on a host; the pid is the command's own. It ends with the bed, at last."""
-        process = subprocess.Popen(
-            namespaces.enter(self.namespace(host), command),
+        process: subprocess.Popen[bytes] = namespaces.start(
+            self.namespace(host),
+            command,
             stdin=stdin,
             stdout=stdout,
             stderr=stderr,

@@ -7,6 +7,7 @@ forwarder: no packet can leave for any real network. Knows nothing of delays.
 
 from __future__ import annotations
 
+import ctypes
 import fcntl
 import os
 import shutil
@@ -16,8 +17,10 @@ import subprocess
 import sys
 import time
 from collections.abc import Iterator, Sequence
+from concurrent.futures import ThreadPoolExecutor
 from contextlib import contextmanager, suppress
 from pathlib import Path
+from typing import Any
 
 from protocol.errors import BlockswarmError
 
@@ -26,7 +29,9 @@ DEVICE = "wan0"
 FORWARDER = "benchmarks.wan.forwarder"
 SKIPPED = 77  # the exit code that test runners read as: skipped
 _TUNSETIFF, _IFF_TUN, _IFF_NO_PI = 0x400454CA, 0x0001, 0x1000
+_CLONE_NEWNET = 0x40000000
 _PERIOD_US = 20_000
+_HEARD: dict[str, Any] = {"stdout": subprocess.PIPE, "stderr": subprocess.PIPE, "text": True}
 
 
 class NoRights(BlockswarmError):
@@ -51,9 +56,8 @@ def check_rights() -> None:
     """Raises `NoRights` with what is missing. Tries a namespace and a TUN device."""
     if not sys.platform.startswith("linux"):
         raise NoRights("network namespaces exist on Linux only", "run it in a Linux machine")
-    for tool in ("ip", "nsenter"):
-        if shutil.which(tool) is None:
-            raise NoRights(f"the command {tool} is missing", "install iproute2 and util-linux")
+    if shutil.which("ip") is None:
+        raise NoRights("the command ip is missing", "install iproute2")
     if os.geteuid() != 0:
         raise NoRights("only root may make network namespaces", "run it as root, or in a container")
     probe = f"{PREFIX}{os.getpid()}-probe"
@@ -101,14 +105,36 @@ def build(name: str, device: str, address: str, mtu: int) -> None:
     ip("-n", name, "route", "add", "default", "dev", DEVICE, "congctl", "cubic")
 
 
-def enter(name: str, command: Sequence[str]) -> list[str]:
-    """The command line that runs a command in a namespace; its process id is the command's."""
-    return ["nsenter", f"--net=/run/netns/{name}", "--", *command]
+def start(name: str, command: Sequence[str], **how: Any) -> subprocess.Popen[Any]:
+    """Start a command in a namespace; `how` is what `Popen` takes.
+
+    A thread of ours enters the namespace and the process is born there. One that entered by itself
+    (as with nsenter) could be held up until `remove` has looked for processes, and nobody would
+    ever end it. The thread ends here; the others of this process stay where they are.
+    """
+
+    def born_there() -> subprocess.Popen[Any]:
+        _enter(name)
+        return subprocess.Popen(list(command), **how)
+
+    with ThreadPoolExecutor(1) as thread:
+        return thread.submit(born_there).result()
+
+
+def _enter(name: str) -> None:
+    """Move this thread, and what it will start, into a namespace."""
+    libc = ctypes.CDLL(None, use_errno=True)  # Python 3.11 has no os.setns
+    try:
+        with open(f"/run/netns/{name}", "rb") as namespace:
+            if libc.setns(namespace.fileno(), _CLONE_NEWNET):
+                raise OSError(ctypes.get_errno(), os.strerror(ctypes.get_errno()))
+    except OSError as error:
+        raise BedFailed(f"{name} cannot be entered: {error}", "run it as root on Linux") from error
 
 
 def inside(name: str, *command: str) -> str:
     """What a short command in a namespace prints."""
-    return _run(enter(name, command))
+    return _said(command, start(name, command, **_HEARD))
 
 
 def counters(name: str) -> dict[str, int]:
@@ -215,12 +241,15 @@ def cpu_group(name: str) -> Path:
 
 
 def ip(*arguments: str) -> str:
-    return _run(["ip", *arguments])
+    command = ["ip", *arguments]
+    return _said(command, subprocess.Popen(command, **_HEARD))
 
 
-def _run(command: Sequence[str]) -> str:
-    done = subprocess.run(command, capture_output=True, text=True, check=False)
-    if done.returncode:
-        said = done.stderr.strip() or f"exit code {done.returncode}"
+def _said(command: Sequence[str], process: subprocess.Popen[str]) -> str:
+    """What the process of a command prints until its end."""
+    with process:
+        out, err = process.communicate()
+    if process.returncode:
+        said = err.strip() or f"exit code {process.returncode}"
         raise BedFailed(f"{' '.join(command)}: {said}", "run it as root on Linux")
-    return done.stdout
+    return out

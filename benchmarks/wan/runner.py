@@ -171,6 +171,14 @@ class SwarmOnBed:
         return counted, estimated
 
 
+def run_start_s(folder: Path) -> int:
+    """When the run's clock began: the seed has written it into its copy of the run file."""
+    for path in (folder / "run.toml", *sorted(folder.glob("*/run.toml"))):
+        if start := parse(path.read_bytes()).rounds.start_s:
+            return start
+    raise BedFailed("no host has a run file with a start", "the seed has not begun")
+
+
 def figures(hosts: list[Facts], workers: list[Facts]) -> dict[str, float]:
     """Sums over the swarm; the ledgers' bytes as a share of the kernels'."""
     kernel = sum(host["kernel_bytes"] for host in hosts)

@@ -2,15 +2,15 @@
 
 from __future__ import annotations
 
-from pathlib import Path
 from typing import Any
 
 import numpy as np
 import pytest
 
-from benchmarks import attacks, gb_per_nat, gb_per_nat_table, lateness, wire_bytes
+from benchmarks import attacks, lateness, wire_bytes
 from benchmarks.exchange import BlockGroup, Diverged, ExchangeRules, ExchangeSwarm
 from benchmarks.exchange_rows import run_of
+from benchmarks.gb_per_nat import rows as gb_per_nat
 from node.data.windows import WindowStream, stream_seed
 from protocol.limits import DIGEST_BYTES
 from protocol.messages import AnnounceReply
@@ -159,52 +159,6 @@ def test_plain_averaging_takes_what_the_checks_refuse() -> None:
     liar.lie = attacks.Liar("NaN", swarm)
     with pytest.raises(Diverged):
         trained(swarm, 1)
-
-
-def row(name: str, ce: float, mb: float, seed: int = 0, workers: int = 6) -> dict[str, Any]:
-    return {
-        "name": name,
-        "codec": TOPK,
-        "steps_per_round": 3,
-        "rounds": 200,
-        "workers": workers,
-        "seed": seed,
-        "ce": ce,
-        "update_mb": mb,
-        "relay_mb": mb,
-        "everything_mb": 2 * mb,
-        "gb_per_nat": mb / 1e3,
-        "gb_per_nat_updates": mb / 1e3,
-        "curve": [(0, 0, 5.5), (int(mb * 1e6), int(2e6 * mb), ce)],
-    }
-
-
-ROWS = [
-    row("default", 1.75, 2),
-    row("default, seed 1", 1.77, 2, seed=1),
-    row("dense fp32", 1.74, 400),
-    row("int8", 1.78, 100),
-    row("one worker a block", 1.76, 0, workers=4),
-    row("one worker a block, seed 1", 1.77, 0, seed=1, workers=4),
-]
-
-
-def test_figures_of_gb_per_nat() -> None:
-    found = gb_per_nat.figures(ROWS)
-    assert found["update_bytes_ratio"] == 200
-    assert found["update_bytes_ratio_int8"] == 50
-    assert found["ce_six_workers"] == pytest.approx(1.76)
-    assert found["ce_one_per_block"] == pytest.approx(1.765)
-    assert found["ce_spread"] == pytest.approx(0.02)
-    assert gb_per_nat.pareto(ROWS) == ["default", "dense fp32"]
-    assert gb_per_nat.figures([]) == {}
-
-
-def test_page_of_gb_per_nat(tmp_path: Path) -> None:
-    pytest.importorskip("matplotlib")  # of the extra `bench`; nothing else needs it
-    assert len(gb_per_nat_table.table(ROWS)) == len(ROWS) + 4
-    gb_per_nat_table.plot(ROWS, tmp_path / "plots" / "gb_per_nat.png")
-    assert (tmp_path / "plots" / "gb_per_nat.png").stat().st_size > 1000
 
 
 def test_figures_of_attacks_and_lateness() -> None:

@@ -140,6 +140,19 @@ def test_a_host_behind_nat_reaches_others_and_is_not_reached(
     assert probe.throughput_mbit(bed, "b", "a", seconds=1)["mbit"] > 0.1
 
 
+def test_a_process_is_in_its_namespace_as_soon_as_it_is_started(
+    make_bed: Callable[[str], Bed],
+) -> None:
+    """One that enters later is not found by a take-down that comes first, and never ends."""
+    bed = make_bed(TWO)
+    rooms = {host: Path("/run/netns", bed.namespace(host)).stat().st_ino for host in ("a", "b")}
+    outside = Path("/proc/thread-self/ns/net").stat().st_ino
+    for host in ("a", "b") * 5:
+        child = bed.start(host, ["sleep", "300"])
+        assert Path(f"/proc/{child.pid}/ns/net").stat().st_ino == rooms[host]
+    assert Path("/proc/thread-self/ns/net").stat().st_ino == outside
+
+
 def test_a_killed_owner_leaves_nothing(wan_rights: None) -> None:
     """kill -9 of who holds the bed: the forwarder ends its processes and namespaces."""
     code = (
