@@ -22,8 +22,12 @@ import torch
 
 from benchmarks.wire_bytes import control_bytes, follow_bytes, pull_bytes
 from node.data.windows import WindowStream, stream_seed
+from protocol.digests import weights_digest
 from protocol.errors import BlockswarmError, WireError
 from protocol.identity import peer_text
+from protocol.log import genesis
+from protocol.updates import update_digest
+from protocol.votes import UpdateRef
 from swarm.consensus.aggregate import Rule
 from swarm.consensus.feedback import Unsent, aside_share, set_aside
 from swarm.consensus.fixed_point import (
@@ -35,14 +39,12 @@ from swarm.consensus.fixed_point import (
     scaled,
     to_fixed,
     to_float,
-    weights_digest,
 )
-from swarm.consensus.log import ConsensusLog, genesis
+from swarm.consensus.log import ConsensusLog
 from swarm.consensus.schedule import CodecSchedule
 from swarm.consensus.step import TREND_ROUNDS, fitting_update, next_step
 from swarm.consensus.sums import summed
-from swarm.consensus.updates import UpdateCodec, update_digest
-from swarm.consensus.votes import UpdateRef
+from swarm.consensus.updates import UpdateCodec
 from swarm.learning.composition import ComposedModel
 from swarm.learning.coupling import composed_versions, followed_blocks, upstream_versions
 from swarm.learning.flat import Floats, add_flat, flat_weights, load_flat

@@ -15,6 +15,8 @@ from node.log.follow import DONORS_ASKED
 from protocol import identity, messages, payloads, records
 from protocol.frames import encode_head
 from protocol.limits import DIGEST_BYTES, PIN_BYTES, WORK_ONE
+from protocol.log import Contribution, Entry, pack_log
+from protocol.votes import UpdateRef, Vote, pack_votes, seal_vote
 
 DHT_COPIES = 5  # nodes that a record is stored at, and that a look-up reads it from
 LATE = 1000  # a round number; small ones pack into a byte or two less
@@ -60,22 +62,21 @@ def _entries_bytes(agreed: int) -> int:
     names = (
         number.to_bytes(len(_NAME), "big") for number in range(agreed)
     )  # in order, as they are
-    parts = tuple((name, identity.generate().peer_id, 1 << 16, -100) for name in names)
-    entry = payloads.LogEntry(LATE, _NAME, _NAME, _NAME, 1 << 30, WORK_ONE * len(parts), parts)
-    return len(payloads.pack_log([entry, entry]))
+    parts = tuple(Contribution(name, identity.generate().text, 1 << 16, -100) for name in names)
+    entry = Entry(LATE, _NAME, _NAME, _NAME, 1 << 30, parts, WORK_ONE * len(parts))
+    return len(pack_log([entry, entry]))
 
 
 @cache
 def control_bytes(replicas: int) -> int:
     """Votes and records of one block in one round: an estimate (see above)."""
     who = identity.generate()
-    listed = (_NAME + who.peer_id,) * replicas
-    vote = payloads.Vote(run=_NAME, block=0, round=LATE, consensus=_NAME, listed=listed)
-    signed = payloads.seal_vote(who, vote)
+    listed = (UpdateRef(_NAME, who.text),) * replicas
+    signed = seal_vote(who, _NAME, 0, Vote(who.text, LATE, _NAME, -1, listed))
     request = messages.VoteRequest(run=_NAME, block=0, round=LATE, vote=signed.blob)
     reply = messages.VoteReply(count=replicas)
     votes = frame_bytes(request)
-    votes += frame_bytes(reply, len(payloads.pack_votes([signed] * replicas)))
+    votes += frame_bytes(reply, len(pack_votes([signed] * replicas)))
     record = records.Record(
         run=_NAME,
         role=1,

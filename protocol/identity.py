@@ -70,6 +70,14 @@ def peer_text(peer_id: bytes) -> str:
 
 
 @lru_cache(4096)
+def known_text(peer_id: bytes) -> str:
+    """The text of a peer id that a stranger sent. Raises `Malformed`: two texts for one peer would
+    be two peers."""
+    public_key_of(peer_id)
+    return peer_text(peer_id)
+
+
+@lru_cache(4096)
 def peer_from_text(text: str) -> bytes:
     """The peer id of a base58 text. Raises `Malformed`."""
     if len(text) > _PEER_TEXT_MAX:

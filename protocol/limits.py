@@ -68,7 +68,7 @@ SCORE_MAX = 1 << 20  # a cosine in 1/1024 is at most 2^10; the rest is room for 
 
 # --- lists inside messages --------------------------------------------------------------------
 
-LISTED_PER_VOTE = 64  # a group is 16 replicas; 4 times that for rules with larger groups
+LISTED_PER_VOTE = 16  # replicas of a block that exchange with each other
 LISTED_BYTES = DIGEST_BYTES + PEER_ID_BYTES  # an update and who answers for it
 DECLINED_PER_VOTE = 16  # senders that a voter will not count, each with its reason
 DECLINED_BYTES = PEER_ID_BYTES + 1

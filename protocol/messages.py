@@ -50,6 +50,7 @@ from protocol.packing import (
     list_of,
     number,
     pack,
+    round_or_genesis,
     text,
     to_map,
     uint,
@@ -316,7 +317,7 @@ class LogReply(Message):
 
     KIND = Kind.LOG_REPLY
     block: int = wire("block", block_id)
-    head_round: int = wire("round", uint(ROUND_MAX + 1))
+    head_round: int = round_or_genesis("round")
     consensus: bytes = wire("consensus", digest())
     count: int = wire("count", uint(LOG_ENTRIES_PER_REPLY))
     pins: tuple[bytes, ...] = wire("pins", list_of(blob(PIN_BYTES, PIN_BYTES), PINS_PER_LOG), ())
@@ -324,12 +325,12 @@ class LogReply(Message):
 
 @dataclass(frozen=True, kw_only=True)
 class AggregateRequest(Message):
-    """Send the updates that went into a log entry. `round` is its round plus one."""
+    """Send the updates that went into a log entry."""
 
     KIND = Kind.AGGREGATE_REQUEST
     run: bytes = wire("run", digest())
     block: int = wire("block", block_id)
-    round: int = wire("round", uint(ROUND_MAX + 1))
+    round: int = round_or_genesis("round")
     digest: bytes = wire("digest", digest())
     purpose: int = wire("purpose", uint(255), int(Purpose.CATCH_UP))
 
@@ -340,7 +341,7 @@ class AggregateReply(Message):
 
     KIND = Kind.AGGREGATE_REPLY
     block: int = wire("block", block_id)
-    round: int = wire("round", uint(ROUND_MAX + 1))
+    round: int = round_or_genesis("round")
 
 
 @dataclass(frozen=True, kw_only=True)

@@ -9,7 +9,7 @@ from __future__ import annotations
 
 import dataclasses
 import math
-from collections.abc import Callable, Iterable
+from collections.abc import Callable, Iterable, Sized
 from functools import cache
 from typing import Any, TypeVar, cast
 
@@ -22,6 +22,7 @@ from protocol.limits import (
     DIGEST_BYTES,
     LIST_MAX_ITEMS,
     MAP_MAX_FIELDS,
+    ROUND_MAX,
     ROW_MAX_COLUMNS,
 )
 
@@ -123,6 +124,11 @@ def _refuse_extension(code: int, data: bytes) -> object:
     raise ValueError(f"extension type {code}")
 
 
+def bounded(payload: Sized, limit_bytes: int) -> int:
+    """The limit for msgpack, which allocates that much at once: no more than what has arrived."""
+    return min(limit_bytes, max(len(payload), 1))
+
+
 # --- checks of single values --------------------------------------------------------------------
 
 
@@ -208,13 +214,38 @@ def list_of(item: Check, maximum: int) -> Check:
     return check
 
 
+# A round may be that of genesis, -1, and what is sent is never negative: it travels plus one.
+
+
+_SENT_ROUND = uint(ROUND_MAX + 1)
+
+
+def round_sent(number: int) -> int:
+    return cast(int, _SENT_ROUND(number + 1))
+
+
+def round_received(value: object) -> int:
+    return cast(int, _SENT_ROUND(value)) - 1
+
+
 # --- dataclasses as maps ------------------------------------------------------------------------
 
 
-def wire(name: str, check: Check, default: object = dataclasses.MISSING) -> Any:
-    """A dataclass field that travels as `name`; one with a default may be absent."""
-    metadata = {"name": name, "check": check}
+def wire(
+    name: str, check: Check, default: object = dataclasses.MISSING, send: Check | None = None
+) -> Any:
+    """A dataclass field that travels as `name`; one with a default may be absent.
+
+    `check` makes the value from what was received; `send` what is sent from the value, if that is
+    not the same.
+    """
+    metadata = {"name": name, "check": check, "send": send or check}
     return dataclasses.field(default=default, metadata=metadata)
+
+
+def round_or_genesis(name: str, default: object = dataclasses.MISSING) -> Any:
+    """A field that is a round, or -1."""
+    return wire(name, round_received, default, send=lambda value: round_sent(cast(int, value)))
 
 
 @cache
@@ -227,7 +258,7 @@ def to_map(value: Any) -> dict[str, object]:
     result: dict[str, object] = {}
     for field in _fields(cast(Any, type(value))):
         item = getattr(value, field.name)
-        checked = _checked(field, item)
+        checked = _checked(field, item, "send")
         if item != field.default:
             result[field.metadata["name"]] = list(checked) if type(checked) is tuple else checked
     return result
@@ -239,14 +270,14 @@ def from_map(cls: type[T], fields: dict[str, object]) -> T:
     for field in _fields(cast(Any, cls)):
         name = field.metadata["name"]
         if name in fields:
-            arguments[field.name] = _checked(field, fields[name])
+            arguments[field.name] = _checked(field, fields[name], "check")
         elif field.default is dataclasses.MISSING:
             raise Malformed(f"{cls.__name__}: field `{name}` ({field.name}) is missing")
     return cls(**arguments)
 
 
-def _checked(field: dataclasses.Field[Any], value: object) -> Any:
+def _checked(field: dataclasses.Field[Any], value: object, which: str) -> Any:
     try:
-        return field.metadata["check"](value)
+        return field.metadata[which](value)
     except Malformed as error:
         raise Malformed(f"field `{field.metadata['name']}` ({field.name}): {error}") from None

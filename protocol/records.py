@@ -45,6 +45,7 @@ from protocol.packing import (
     from_map,
     list_of,
     pack,
+    round_or_genesis,
     to_map,
     uint,
     unpack_map,
@@ -140,7 +141,7 @@ class Record:
     """What a peer says about itself. Names on the wire are one letter: 512 bytes are few.
 
     `consensus` is the digest of the head of its block's log, `head_round` the round of that head
-    plus one (0 is genesis); `proposal_ms` is the first deadline that it proposes.
+    (-1: genesis); `proposal_ms` is the first deadline that it proposes.
     """
 
     run: bytes = wire("r", digest())
@@ -149,7 +150,7 @@ class Record:
     round: int = wire("n", uint(ROUND_MAX))
     sequence: int = wire("s", uint(SEQUENCE_MAX))
     consensus: bytes = wire("c", digest_or_empty(), b"")
-    head_round: int = wire("h", uint(ROUND_MAX + 1), 0)
+    head_round: int = round_or_genesis("h", -1)
     update: bytes = wire("u", digest_or_empty(), b"")
     update_bytes: int = wire("z", uint(SIZE_MAX_BYTES), 0)
     proposal_ms: int = wire("p", uint(PROPOSAL_MAX_MS), 0)

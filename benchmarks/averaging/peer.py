@@ -38,10 +38,10 @@ from node.replica.replica import Replica
 from node.replica.service import serve_replica
 from protocol import messages
 from protocol.frames import Chunks, content_digest
+from protocol.log import Entry
 from protocol.messages import Message
 from protocol.records import Role
 from swarm.consensus.fixed_point import to_float
-from swarm.consensus.log import Entry
 from swarm.consensus.updates import UpdateCodec
 from swarm.learning.flat import Change, Floats
 from swarm.rounds import actions as act

@@ -18,11 +18,11 @@ from typing import Any, Protocol, TypeVar
 from node.log.consensus import Consensus
 from node.log.fetch import FetchError, LogFetcher, Peers, Quanta, RemoteLog
 from node.log.follow import Follower, FollowSettings
+from protocol.digests import weights_digest
 from protocol.errors import BlockswarmError, UsageError, WireError
 from protocol.identity import peer_text
 from protocol.messages import Message, Purpose
 from protocol.records import SignedRecord
-from swarm.consensus.fixed_point import weights_digest
 from swarm.consensus.log import ConsensusLog
 from swarm.consensus.updates import UpdateCodec
 from swarm.learning.composition import ComposedModel
@@ -154,8 +154,8 @@ def signed_round(records: Sequence[SignedRecord]) -> int:
     Not simply the newest: one stranger's record can claim any round. Who stands at the beginning
     has not caught up yet, and says nothing about where the others are.
     """
-    moved = [s for s in records if s.record.head_round > 0] or records
-    support = Counter((s.record.head_round - 1, s.record.consensus) for s in moved)
+    moved = [s for s in records if s.record.head_round >= 0] or records
+    support = Counter((s.record.head_round, s.record.consensus) for s in moved)
     (number, _), _ = max(support.items(), key=lambda item: (item[1], item[0][0], item[0][1]))
     return number
 
@@ -245,7 +245,7 @@ class Assembler:
         """Those that have what most have come first; beyond that a claim earns nothing, or whoever
         claims the newest round would be all whom we ask."""
         records = self._records[block]
-        usual = median_low(s.record.head_round for s in records) if records else 0
+        usual = median_low(s.record.head_round for s in records) if records else -1
         found = sorted(records, key=lambda s: s.record.head_round < usual)
         return [peer_text(signed.peer_id) for signed in found]
 

@@ -18,12 +18,11 @@ from safetensors.numpy import save_file
 
 from node.log.fetch import Quanta
 from node.machine.atomic import write_atomically
+from protocol.digests import weights_digest
 from protocol.errors import WireError
 from protocol.limits import LOG_ENTRIES_PER_REPLY
-from protocol.payloads import pack_log, unpack_log
-from swarm.consensus.fixed_point import weights_digest
+from protocol.log import pack_log, unpack_log
 from swarm.consensus.log import ConsensusLog, check_chain
-from swarm.consensus.updates import from_wire_entry, to_wire_entry
 
 FOLDER = "consensus"
 
@@ -40,7 +39,7 @@ class ConsensusStore:
 
     def save(self, block: int, log: ConsensusLog, weights: Quanta) -> None:
         entries = log.entries[-LOG_ENTRIES_PER_REPLY:]
-        packed = np.frombuffer(pack_log([to_wire_entry(e) for e in entries]), dtype=np.uint8)
+        packed = np.frombuffer(pack_log([e for e in entries]), dtype=np.uint8)
         arrays: dict[str, npt.NDArray[Any]] = {
             "weights": np.ascontiguousarray(weights, dtype=np.int32),
             "log": packed,
@@ -57,7 +56,7 @@ class ConsensusStore:
                 if file.get_slice("weights").get_shape() != [size]:
                     return None
                 weights, packed = file.get_tensor("weights"), file.get_tensor("log")
-            entries = tuple(from_wire_entry(e) for e in unpack_log(packed.tobytes()))
+            entries = tuple(e for e in unpack_log(packed.tobytes()))
             check_chain(entries, entries[-1].digest if entries else b"")
         except (OSError, safetensors.SafetensorError, WireError):
             return None

@@ -44,7 +44,8 @@ from node.trainer.process import TrainerSettings
 from node.trainer.trainer import Trainer, TrainerError
 from protocol.errors import BlockswarmError, UsageError, WireError
 from protocol.identity import peer_text
-from swarm.consensus.log import ConsensusLog, Entry
+from protocol.log import Entry
+from swarm.consensus.log import ConsensusLog
 from swarm.consensus.updates import UpdateCodec
 from swarm.events import LogEvent
 from swarm.learning.flat import flat_size, initial_flat

@@ -28,11 +28,12 @@ from node.replica.own_updates import OwnUpdate
 from node.replica.running_weights import Moment
 from protocol.errors import BlockswarmError
 from protocol.identity import peer_from_text
+from protocol.log import Entry, pack_log, unpack_log
 from protocol.packing import pack, unpack
-from protocol.payloads import pack_log, unpack_log
-from swarm.consensus.log import ConsensusLog, Entry, check_chain
-from swarm.consensus.updates import UpdateCodec, from_wire_entry, to_wire_entry, update_digest
-from swarm.consensus.votes import UpdateRef
+from protocol.updates import update_digest
+from protocol.votes import UpdateRef
+from swarm.consensus.log import ConsensusLog, check_chain
+from swarm.consensus.updates import UpdateCodec
 
 CURRENT = "state.json"
 MAX_LOG_BYTES = 1 << 30
@@ -118,7 +119,7 @@ class StateFolder:
             if weights is None:
                 raise StateError("no snapshot to save yet")
             write_atomically(weights_path, lambda half: save_file({"weights": weights}, half))
-        entries = [to_wire_entry(entry) for entry in log.entries[-ENTRIES_SAVED:]]
+        entries = [entry for entry in log.entries[-ENTRIES_SAVED:]]
         updates = [[digest, *held] for digest, held in consensus.updates.items()]
         in_flight = [[made.round, made.payload] for made in moment.in_flight.values()]
         body = pack([[pack_log([entry]) for entry in entries], updates, in_flight])
@@ -148,7 +149,7 @@ class StateFolder:
             body: Any = unpack(log.read_bytes(), MAX_LOG_BYTES, MAX_ROWS)
             return HostState(
                 int(facts["block"]),
-                tuple(from_wire_entry(e) for one in body[0] for e in unpack_log(one)),
+                tuple(e for one in body[0] for e in unpack_log(one)),
                 np.asarray(load_file(weights)["weights"], dtype=np.int32),
                 bytes.fromhex(facts["start_entry"]),
                 {row[0]: list(row[1:]) for row in body[1]},

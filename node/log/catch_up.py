@@ -12,8 +12,9 @@ import asyncio
 from collections.abc import Sequence
 
 from node.log.consensus import Consensus
-from node.log.fetch import FetchError, LogFetcher, Pin
-from swarm.consensus.log import ConsensusLog, Entry, LogError
+from node.log.fetch import FetchError, LogFetcher
+from protocol.log import Entry, LogError, Pin
+from swarm.consensus.log import ConsensusLog
 
 
 async def consensus_at(

@@ -15,10 +15,12 @@ from dataclasses import dataclass
 
 import numpy as np
 
-from node.log.fetch import Pin, Quanta
+from node.log.fetch import Quanta
+from protocol.digests import weights_digest
 from protocol.frames import content_digest
-from swarm.consensus.fixed_point import FixedUpdate, Ints, add_into, weights_digest
-from swarm.consensus.log import ConsensusLog, Entry, LogError
+from protocol.log import Entry, LogError, Pin
+from swarm.consensus.fixed_point import FixedUpdate, Ints, add_into
+from swarm.consensus.log import ConsensusLog
 from swarm.consensus.step import TREND_ROUNDS
 from swarm.consensus.sums import summed
 from swarm.consensus.updates import UpdateCodec, replay, replayed_step, shards_of, snapshot_index
@@ -193,7 +195,7 @@ class Consensus:
         if snapshot.weights is not None:
             return snapshot.weights
         self._asked = True
-        name = snapshot.pin.name
+        name = snapshot.pin.snapshot
         if name not in self._again:
             back = self.before([e for e in reversed(log.entries) if e.round > snapshot.pin.round])
             if back is None:
@@ -205,7 +207,7 @@ class Consensus:
         return self._again[name]
 
     def snapshot_named(self, name: bytes) -> Snapshot | None:
-        return next((s for s in self.snapshots.values() if s.pin.name == name), None)
+        return next((s for s in self.snapshots.values() if s.pin.snapshot == name), None)
 
     def oldest_start(self, log: ConsensusLog) -> tuple[Entry, Snapshot] | None:
         """The oldest snapshot from which we hold every step to the head."""

@@ -20,10 +20,12 @@ from protocol import messages
 from protocol.errors import WireError
 from protocol.frames import content_digest
 from protocol.limits import CONTROL_DEADLINE_S, SHARD_BYTES
+from protocol.log import Entry, Pin, unpack_log, unpack_pin
 from protocol.messages import Message, Purpose
-from protocol.payloads import unpack_index, unpack_log, unpack_updates
-from swarm.consensus.log import Entry, check_chain
-from swarm.consensus.updates import UpdateCodec, from_shards, from_wire_entry
+from protocol.payloads import unpack_index
+from protocol.updates import unpack_updates
+from swarm.consensus.log import check_chain
+from swarm.consensus.updates import UpdateCodec, from_shards
 
 M = TypeVar("M", bound=Message)
 Quanta = npt.NDArray[np.int32]
@@ -54,16 +56,6 @@ class FetchError(WireError):
     def __init__(self, message: str, liars: Sequence[str] = ()) -> None:
         super().__init__(message)
         self.liars = tuple(liars)
-
-
-@dataclass(frozen=True)
-class Pin:
-    """A snapshot that a donor still serves; `donor` is whose word it is that it has this name."""
-
-    round: int
-    entry: bytes
-    name: bytes
-    donor: str = field(default="", compare=False)
 
 
 @dataclass(frozen=True)
@@ -105,7 +97,7 @@ class LogFetcher:
         for donor in donors:
             try:
                 reply, payload = await self.peers.ask(donor, request, messages.LogReply, self.ask_s)
-                entries = tuple(from_wire_entry(e) for e in unpack_log(payload))
+                entries = tuple(e for e in unpack_log(payload))
                 wanted = target or reply.consensus
                 cut = next((i for i, e in enumerate(entries) if e.digest == wanted), None)
                 if cut is None:
@@ -116,7 +108,7 @@ class LogFetcher:
                 continue
             if not _reaches_back(entries, have):
                 continue
-            pins = [_pin(packed, donor) for packed in reply.pins]
+            pins = [unpack_pin(packed, donor) for packed in reply.pins]
             return RemoteLog(entries, tuple(pins))
         raise FetchError(f"no replica of block {self.block} gave its log", self.liars)
 
@@ -128,7 +120,7 @@ class LogFetcher:
         request = messages.AggregateRequest(
             run=self.run_id,
             block=self.block,
-            round=entry.round + 1,
+            round=entry.round,
             digest=entry.digest,
             purpose=self.purpose,
         )
@@ -177,13 +169,13 @@ class LogFetcher:
 
     async def _index(self, donors: Sequence[str], pin: Pin, size: int) -> list[bytes]:
         request = messages.IndexRequest(
-            run=self.run_id, block=self.block, digest=pin.name, purpose=self.purpose
+            run=self.run_id, block=self.block, digest=pin.snapshot, purpose=self.purpose
         )
         expected = -(-4 * size // SHARD_BYTES)
         for donor in donors:
             try:
                 _, payload = await self.peers.ask(donor, request, messages.IndexReply, self.ask_s)
-                index = unpack_index(payload, pin.name)
+                index = unpack_index(payload, pin.snapshot)
             except WireError:
                 continue
             if len(index) == expected:
@@ -193,7 +185,11 @@ class LogFetcher:
 
     async def _shard(self, donor: str, pin: Pin, number: int, digest: bytes) -> bytes:
         request = messages.ShardRequest(
-            run=self.run_id, block=self.block, digest=pin.name, shard=number, purpose=self.purpose
+            run=self.run_id,
+            block=self.block,
+            digest=pin.snapshot,
+            shard=number,
+            purpose=self.purpose,
         )
         _, payload = await self.peers.ask(
             donor, request, messages.ShardReply, 4 * self.ask_s, SHARD_BYTES
@@ -208,7 +204,3 @@ def _reaches_back(entries: Sequence[Entry], have: bytes) -> bool:
     """Whether a chain goes on where we are, begins with the run, or is long enough."""
     first = entries[0]
     return have in (first.digest, first.parent) or first.round < 0 or len(entries) >= MIN_HISTORY
-
-
-def _pin(packed: bytes, donor: str) -> Pin:
-    return Pin(int.from_bytes(packed[:8], "big") - 1, packed[8:40], packed[40:72], donor)

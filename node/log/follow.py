@@ -23,12 +23,14 @@ from node.log.consensus import Consensus
 from node.log.fetch import FetchError, LogFetcher, Peers, RemoteLog
 from node.machine.going_on import going_on
 from node.network.standing import voters_first
+from protocol.digests import weights_digest
 from protocol.errors import WireError
 from protocol.limits import CONTROL_DEADLINE_S
+from protocol.log import Entry, genesis
 from protocol.messages import Purpose
-from swarm.consensus.fixed_point import to_fixed, to_float, weights_digest
+from swarm.consensus.fixed_point import to_fixed, to_float
 from swarm.consensus.forks import AWAY
-from swarm.consensus.log import ConsensusLog, Entry, genesis
+from swarm.consensus.log import ConsensusLog
 from swarm.consensus.updates import UpdateCodec
 from swarm.learning.flat import Floats
 

@@ -15,8 +15,9 @@ from node.log.consensus import Consensus
 from node.log.fetch import Quanta
 from node.log.room import Room
 from node.replica.exchange import Held
+from protocol.log import Entry
 from swarm.consensus.fixed_point import FixedUpdate
-from swarm.consensus.log import ConsensusLog, Entry
+from swarm.consensus.log import ConsensusLog
 from swarm.consensus.step import Step, next_step
 from swarm.consensus.trend import Trend
 from swarm.consensus.updates import snapshot_index

@@ -25,7 +25,7 @@ from protocol.identity import peer_text
 from protocol.limits import PEER_ID_BYTES, RECORDS_PER_ANNOUNCE
 from protocol.payloads import announce_of, unpack_records
 from protocol.records import Record, SignedRecord, verify
-from swarm.consensus.votes import UpdateRef
+from protocol.votes import UpdateRef
 from swarm.rounds import actions as act
 
 _log = logging.getLogger(__name__)
@@ -76,7 +76,7 @@ class ReplicaBoard:
             round=max(announcement.round, 0),
             sequence=0,  # the network numbers and signs it
             consensus=announcement.head,
-            head_round=announcement.head_round + 1,
+            head_round=announcement.head_round,
             update=update.digest if update else b"",
             update_bytes=announcement.size_bytes,
             proposal_ms=round(announcement.proposal_s * 1000),
@@ -179,7 +179,7 @@ def record_event(signed: SignedRecord) -> act.PeerRecord:
         peer,
         record.round,
         record.consensus,
-        record.head_round - 1,
+        record.head_round,
         update,
         record.update_bytes,
         record.proposal_ms / 1000,

@@ -24,8 +24,9 @@ import numpy as np
 from node.log.consensus import Consensus
 from node.replica.replica import Replica
 from protocol.identity import peer_from_text
+from protocol.log import Entry
 from swarm.consensus.fixed_point import QUANTUM_BITS, Ints, add_into, scaled, to_float
-from swarm.consensus.log import ConsensusLog, Entry
+from swarm.consensus.log import ConsensusLog
 from swarm.consensus.trust import Canary
 from swarm.learning.flat import Floats
 from swarm.rounds import actions as act

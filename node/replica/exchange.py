@@ -20,10 +20,10 @@ from protocol.frames import Oversize
 from protocol.identity import Identity, peer_from_text, peer_text
 from protocol.limits import VOTES_PER_REPLY
 from protocol.messages import Purpose
-from protocol.payloads import SignedVote, unpack_votes, verify_vote
+from protocol.updates import update_digest
+from protocol.votes import SignedVote, UpdateRef, Vote, unpack_votes, verify_vote
 from swarm.consensus.fixed_point import FixedUpdate
-from swarm.consensus.updates import UpdateCodec, from_wire_vote, update_digest
-from swarm.consensus.votes import UpdateRef, Vote
+from swarm.consensus.updates import UpdateCodec
 from swarm.rounds import actions as act
 from swarm.rounds.state import RoundRules
 
@@ -73,7 +73,7 @@ class Exchange:
         self._held: dict[bytes, Held] = {}  # by digest
         self._votes: dict[tuple[int, str], SignedVote] = {}  # (round, voter)
         # Everybody hands on everybody's votes: a signature is checked once, not once per peer.
-        self._checked: dict[bytes, tuple[SignedVote, Vote]] = {}
+        self._checked: dict[bytes, SignedVote] = {}
         # Half of the window: the answer has to be there before it ends.
         self._answers = HeldAnswers(min(settings.rules.vote_window_s / 2, HOLD_S))
 
@@ -95,7 +95,7 @@ class Exchange:
         """Rounds are over: their updates live on in the log's aggregates only."""
         self._held = {d: h for d, h in self._held.items() if h.round >= number}
         self._votes = {key: v for key, v in self._votes.items() if key[0] >= number}
-        self._checked = {d: v for d, v in self._checked.items() if v[1].round >= number}
+        self._checked = {d: v for d, v in self._checked.items() if v.vote.round >= number}
 
     async def pull(self, action: act.Pull, number: int) -> None:
         """Fetch an update from any holder, check it, and say how it ended."""
@@ -155,8 +155,9 @@ class Exchange:
 
     # Votes.
 
-    def keep_vote(self, vote: Vote, signed: SignedVote) -> None:
+    def keep_vote(self, signed: SignedVote) -> None:
         """For others to ask for. Where there is no room, one who counts displaces a stranger."""
+        vote = signed.vote
         key = (vote.round, vote.voter)
         if key not in self._votes and vote.voter != self.me and len(self._votes) >= VOTES_KEPT:
             counts = {self.me, *self.contributors()}
@@ -177,10 +178,10 @@ class Exchange:
 
         return [vote for _, vote in sorted(found, key=place)]
 
-    def own_vote(self, vote: Vote, signed: SignedVote) -> frozenset[str]:
+    def own_vote(self, signed: SignedVote) -> frozenset[str]:
         """Keep our own vote; who hears it already, in an answer that waited for it."""
-        self.keep_vote(vote, signed)
-        return self._answers.say(vote.round)
+        self.keep_vote(signed)
+        return self._answers.say(signed.vote.round)
 
     async def answer_vote(self, data: bytes, number: int, asker: bytes) -> None:
         """A vote that comes with the question for ours, which the answer waits for a little."""
@@ -190,21 +191,22 @@ class Exchange:
 
     def hear_vote(self, data: bytes, number: int) -> Vote:
         """A signed vote from anybody. Raises `WireError` if it is not one of this block."""
-        signed, vote = self._checked.get(data) or self._check_vote(data)
+        signed = self._checked.get(data) or self._check_vote(data)
+        vote = signed.vote
         if abs(vote.round - number) > 1:
             return vote
         if len(self._checked) < VOTES_KEPT:
-            self._checked[signed.blob] = signed, vote
+            self._checked[signed.blob] = signed
         if vote.voter != self.me:
-            self.keep_vote(vote, signed)
+            self.keep_vote(signed)
             self.hear(act.VoteArrived(vote))
         return vote
 
-    def _check_vote(self, data: bytes) -> tuple[SignedVote, Vote]:
+    def _check_vote(self, data: bytes) -> SignedVote:
         signed = verify_vote(data)
-        if signed.vote.run != self.settings.run_id or signed.vote.block != self.settings.block:
+        if (signed.run, signed.block) != (self.settings.run_id, self.settings.block):
             raise WireError("a vote of another block")
-        return signed, from_wire_vote(signed)
+        return signed
 
     async def exchange_votes(self, peer: str, number: int, blob: bytes) -> None:
         """Show a peer our vote (if there is one) and hear all that it has."""

@@ -12,10 +12,10 @@ from __future__ import annotations
 from collections.abc import Mapping
 from dataclasses import dataclass
 
+from protocol.votes import UpdateRef
 from swarm.consensus.fixed_point import FixedUpdate
 from swarm.consensus.forks import REBASE_DEPTH
 from swarm.consensus.log import ConsensusLog
-from swarm.consensus.votes import UpdateRef
 
 KEPT_ROUNDS = 16  # a bound where no round is decided for long
 KEPT_ENTRIES = 2 * REBASE_DEPTH  # an update may be settled, and then its entry rolled back

@@ -26,15 +26,16 @@ from node.replica.aggregation import Aggregation
 from node.replica.exchange import Exchange, Held, ReplicaSettings
 from node.replica.own_updates import OwnUpdate
 from node.replica.running_weights import Moment, Parts, RunningWeights, Weights
+from protocol.digests import weights_digest
 from protocol.identity import Identity, peer_text
+from protocol.log import Entry, genesis
 from protocol.messages import Purpose
-from protocol.payloads import SignedVote, seal_vote
+from protocol.updates import update_digest
+from protocol.votes import SignedVote, UpdateRef, Vote, seal_vote
 from swarm.consensus.feedback import Unsent, aside_share, only_ours
-from swarm.consensus.fixed_point import FixedUpdate, to_fixed, weights_digest
-from swarm.consensus.log import ConsensusLog, Entry, MoveMode, genesis
+from swarm.consensus.fixed_point import FixedUpdate, to_fixed
+from swarm.consensus.log import ConsensusLog, MoveMode
 from swarm.consensus.step import fitting_update
-from swarm.consensus.updates import to_wire_vote, update_digest
-from swarm.consensus.votes import UpdateRef, Vote
 from swarm.learning.flat import Floats
 from swarm.rounds import actions as act
 from swarm.rounds.round import announcement, next_wakeup_s, step
@@ -271,9 +272,9 @@ class Replica:
             case act.Pull():
                 self._spawn(self.exchange.pull(action, self.state.round))
             case act.SendVote(vote, to):
-                wire = to_wire_vote(vote, self.settings.run_id, self.settings.block)
-                signed = seal_vote(self.identity, wire)
-                told = self.exchange.own_vote(vote, signed)
+                settings = self.settings
+                signed = seal_vote(self.identity, settings.run_id, settings.block, vote)
+                told = self.exchange.own_vote(signed)
                 for peer in (peer for peer in to if peer not in told):
                     self._spawn(self.exchange.exchange_votes(peer, vote.round, signed.blob))
             case act.AskVotes(number, to):

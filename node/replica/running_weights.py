@@ -22,6 +22,7 @@ from node.replica.own_updates import OwnUpdate, OwnUpdates
 from node.trainer.trainer import TrainerError
 from node.trainer.weights_queue import WeightsQueue
 from protocol.codec import NonFiniteError
+from protocol.votes import UpdateRef
 from swarm.consensus.feedback import Unsent, set_aside
 from swarm.consensus.fixed_point import (
     QUANTUM_BITS,
@@ -32,7 +33,6 @@ from swarm.consensus.fixed_point import (
     scaled,
 )
 from swarm.consensus.log import ConsensusLog
-from swarm.consensus.votes import UpdateRef
 from swarm.learning.flat import Change, Floats
 
 Parts = list[tuple[FixedUpdate, int]]  # what to add to the weights, each so many times

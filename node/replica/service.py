@@ -19,11 +19,14 @@ from node.replica.replica import Replica
 from protocol import messages
 from protocol.frames import Refused
 from protocol.limits import LOG_ENTRIES_PER_REPLY, SHARD_BYTES, VOTES_PER_REPLY
+from protocol.log import pack_log
 from protocol.messages import ErrorCode, Message
-from protocol.payloads import pack_log, pack_records, pack_updates, pack_votes, record_of
+from protocol.payloads import pack_records, record_of
 from protocol.records import SignedRecord
+from protocol.updates import pack_updates
+from protocol.votes import pack_votes
 from swarm.consensus.log import ConsensusLog
-from swarm.consensus.updates import shards_of, to_wire_entry
+from swarm.consensus.updates import shards_of
 
 # A record that somebody shows, and who; what to show in return: our own, and those that we know.
 OnRecord = Callable[[SignedRecord, bytes], Awaitable[list[SignedRecord]]]
@@ -117,15 +120,14 @@ class _Answers:
         log, consensus = self._held(request.run, request.block)
         entries = log.since(request.since)[-LOG_ENTRIES_PER_REPLY:]
         pins = [s.pin for entry in log.pinned() if (s := consensus.snapshots.get(entry.digest))]
-        packed = [(p.round + 1).to_bytes(8, "big") + p.entry + p.name for p in pins]
         message = messages.LogReply(
             block=request.block,
-            head_round=log.head.round + 1,
+            head_round=log.head.round,
             consensus=log.head.digest,
             count=len(entries),
-            pins=tuple(packed),
+            pins=tuple(pin.pack() for pin in pins),
         )
-        return Reply(message, pack_log([to_wire_entry(entry) for entry in entries]))
+        return Reply(message, pack_log([entry for entry in entries]))
 
     async def aggregate(self, request: messages.AggregateRequest, _: bytes) -> Reply:
         consensus = self._held(request.run, request.block)[1]
@@ -162,7 +164,7 @@ class _Answers:
         It goes on when whoever asked is out of time. A thread cannot be stopped; if the next one
         who asks did not wait for this one, it would begin the same work beside it.
         """
-        name = snapshot.pin.name
+        name = snapshot.pin.snapshot
         making = self._making.get(name)
         if making is None:
             making = asyncio.create_task(self._make(log, consensus, snapshot))

@@ -155,14 +155,14 @@ def block_status(
     # The head that most live replicas share; of equals the newer. Silent ones have no say.
     live = [s for s in records if current_round - s.record.round <= SLACK_ROUNDS]
     support = Counter((s.record.head_round, s.record.consensus) for s in live or records)
-    head_round, head = max(support, key=lambda h: (support[h], h), default=(0, b""))
+    head_round, head = max(support, key=lambda h: (support[h], h), default=(-1, b""))
     replicas = [
         ReplicaStatus(
             peer=peer_text(signed.peer_id),
             seed=bool(signed.record.role & Role.SEED),
             round=signed.record.round,
             consensus=signed.record.consensus.hex(),
-            consensus_round=signed.record.head_round - 1,
+            consensus_round=signed.record.head_round,
             agrees=signed.record.consensus == head,
             behind_rounds=max(0, current_round - signed.record.round),
             update_bytes=signed.record.update_bytes,
@@ -171,7 +171,7 @@ def block_status(
         for signed in sorted(records, key=lambda s: (-s.record.round, s.peer_id))
     ]
     agree = sum(replica.agrees for replica in replicas)
-    return BlockStatus(block, head.hex(), head_round - 1, agree, needed, tuple(replicas))
+    return BlockStatus(block, head.hex(), head_round, agree, needed, tuple(replicas))
 
 
 async def look(

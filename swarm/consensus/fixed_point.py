@@ -19,9 +19,9 @@ from typing import Any
 
 import numpy as np
 import numpy.typing as npt
-from blake3 import blake3
 
-from protocol.errors import WireError
+from protocol.digests import step_digest
+from protocol.updates import UpdateError
 
 Ints = npt.NDArray[np.int64]
 Whole = npt.NDArray[np.signedinteger[Any]]  # int32, or int64 where it must be
@@ -34,10 +34,6 @@ VALUE_LIMIT = 2**31  # |value| of an update, in quanta: what int32 holds
 SCALE_ONE = 1 << 16
 SEGMENT = 1 << 15  # coordinates per pass: what fits into a core's L2 cache with its temporaries
 SHORT = 1 << 10  # a segment that is not worth its calls
-
-
-class UpdateError(WireError):
-    """An update that no honest codec produces: wrong size, order, range."""
 
 
 @dataclass(frozen=True, eq=False)
@@ -61,6 +57,17 @@ class FixedUpdate:
     def squared(self) -> int:
         """The inner product with itself."""
         return exact_dot(self.values, self.values, self.largest**2)
+
+    @cached_property
+    def digest(self) -> bytes:
+        """The name of a step, whatever form it is held in: of all its values if that is shorter."""
+        short = self
+        if self.indices is None or 2 * np.count_nonzero(self.values) >= self.size:
+            short = compact(self.dense())
+        elif not self.values.all():
+            kept = np.flatnonzero(self.values)
+            short = FixedUpdate(self.size, self.indices[kept], self.values[kept])
+        return step_digest(short.size, short.indices, short.values)
 
     def dense(self) -> Ints:
         if self.indices is None:
@@ -228,37 +235,3 @@ def to_fixed(weights: Floats) -> Quanta:
         np.rint(part, out=part)
         out[start : start + SEGMENT] = np.clip(part, -(VALUE_LIMIT - 1), VALUE_LIMIT - 1)
     return out
-
-
-def weights_digest(consensus: Quanta) -> bytes:
-    """The name of a consensus: BLAKE3 over its little-endian int32 values."""
-    state = blake3(b"blockswarm weights 2")
-    state.update(len(consensus).to_bytes(8, "big"))
-    state.update(_little_endian(consensus))
-    return state.digest()
-
-
-def step_digest(delta: FixedUpdate) -> bytes:
-    """The name of a step, whatever form it is held in: of all its values if that is shorter."""
-    short = delta
-    if delta.indices is None or 2 * np.count_nonzero(delta.values) >= delta.size:
-        short = compact(delta.dense())
-    elif not delta.values.all():
-        kept = np.flatnonzero(delta.values)
-        short = FixedUpdate(delta.size, delta.indices[kept], delta.values[kept])
-    state = blake3(b"blockswarm step 3")
-    state.update(delta.size.to_bytes(8, "big"))
-    state.update(b"dense" if short.indices is None else b"sparse")
-    for numbers in (short.indices, short.values):
-        if numbers is not None:
-            state.update(_little_endian(numbers))
-    return state.digest()
-
-
-def _little_endian(numbers: Whole) -> memoryview:
-    """As int32, which holds every weight, every index and every value of a step."""
-    if numbers.dtype.itemsize > 4 and len(numbers):
-        lowest, highest = int(numbers.min()), int(numbers.max())
-        if not -VALUE_LIMIT <= lowest <= highest < VALUE_LIMIT:
-            raise ValueError(f"{lowest} to {highest}: no step has such values")
-    return np.ascontiguousarray(numbers, dtype="<i4").view(np.uint8).data

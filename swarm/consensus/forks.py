@@ -31,7 +31,8 @@ from collections import Counter
 from collections.abc import Mapping
 from dataclasses import dataclass
 
-from swarm.consensus.log import ConsensusLog, Entry, MoveMode, MovePlan
+from protocol.log import Entry
+from swarm.consensus.log import ConsensusLog, MoveMode, MovePlan
 
 FRESH = 2
 AWAY = 16  # rounds after which those who stood still no longer speak for the block

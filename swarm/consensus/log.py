@@ -12,85 +12,21 @@ equal on all replicas (who may vote, reference norms, scores) is therefore read 
 from __future__ import annotations
 
 import enum
-import hashlib
 from collections import Counter
 from collections.abc import Sequence
 from dataclasses import dataclass
-from functools import cached_property
 from itertools import pairwise
 
-from protocol.errors import BlockswarmError, WireError
+from protocol.errors import BlockswarmError
 from protocol.limits import WORK_ONE
+from protocol.log import Entry, LogError
 
 MAX_ENTRIES = 4096
 MAX_CONTRIBUTIONS = 1024
 
 
-class LogError(WireError):
-    """Entries that do not form the chain that their signed digest stands for."""
-
-
 class PrunedError(BlockswarmError):
     """A version that is older than what this log keeps."""
-
-
-@dataclass(frozen=True)
-class Contribution:
-    """One update of an agreed set: `scale` is the part that went in (1/65536; 0: left out)."""
-
-    digest: bytes
-    sender: str
-    scale: int
-    score: int = 0
-
-
-@dataclass(frozen=True)
-class Entry:
-    """The consensus after a round. `weights` and `step` are digests of their content.
-
-    `work` is what the included updates come to together, in 1/256 of one host's full round
-    (`swarm.consensus.aggregate.work_of`): the step is their sum, divided by it.
-    """
-
-    round: int
-    parent: bytes
-    weights: bytes
-    step: bytes
-    median_norm: int
-    contributions: tuple[Contribution, ...]
-    work: int = 0
-
-    @cached_property
-    def digest(self) -> bytes:
-        state = hashlib.blake2b(b"blockswarm entry 2", digest_size=32)
-        numbers = (self.round + 1, self.median_norm, self.work, len(self.contributions))
-        for part in (self.parent, self.weights, self.step, *map(_int_bytes, numbers)):
-            state.update(len(part).to_bytes(4, "big") + part)
-        for c in self.contributions:
-            for part in (c.digest, c.sender.encode(), _int_bytes(c.scale), _int_bytes(c.score)):
-                state.update(len(part).to_bytes(4, "big") + part)
-        return state.digest()
-
-    def contribution_of(self, sender: str) -> Contribution | None:
-        return next((c for c in self.contributions if c.sender == sender), None)
-
-    @cached_property
-    def named(self) -> frozenset[bytes]:
-        """The digests of its agreed set."""
-        return frozenset(c.digest for c in self.contributions)
-
-    def included(self, digest: bytes) -> bool:
-        return any(c.digest == digest and c.scale > 0 for c in self.contributions)
-
-
-def _int_bytes(value: int) -> bytes:
-    return value.to_bytes(16, "big", signed=True)
-
-
-def genesis(run_id: str, block: int, weights: bytes) -> Entry:
-    """The entry before the first round: the weights that the run's seed gives everybody."""
-    root = hashlib.blake2b(f"{run_id}/{block}".encode(), digest_size=32).digest()
-    return Entry(-1, root, weights, bytes(32), 0, ())
 
 
 def check_chain(entries: Sequence[Entry], head: bytes) -> None:

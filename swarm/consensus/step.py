@@ -9,20 +9,15 @@ from __future__ import annotations
 from collections.abc import Sequence
 from dataclasses import dataclass
 
+from protocol.digests import weights_digest
+from protocol.log import Contribution, Entry
+from protocol.votes import UpdateRef
 from swarm.consensus.aggregate import Rule, Trending, aggregate, clip_scale, norm_limit
 from swarm.consensus.feedback import Unsent
-from swarm.consensus.fixed_point import (
-    SCALE_ONE,
-    FixedUpdate,
-    Quanta,
-    norm,
-    step_digest,
-    weights_digest,
-)
-from swarm.consensus.log import ConsensusLog, Contribution, Entry
+from swarm.consensus.fixed_point import SCALE_ONE, FixedUpdate, Quanta, norm
+from swarm.consensus.log import ConsensusLog
 from swarm.consensus.sums import apply_step
 from swarm.consensus.updates import UpdateCodec
-from swarm.consensus.votes import UpdateRef
 
 TREND_ROUNDS = 8  # steps whose sum is the trend that updates are judged by
 
@@ -70,7 +65,7 @@ def next_step(
         number,
         log.head.digest,
         weights_digest(new),
-        step_digest(change),
+        change.digest,
         result.median_norm,
         tuple(sorted(parts, key=lambda c: c.digest)),
         result.work,

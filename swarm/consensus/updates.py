@@ -1,35 +1,37 @@
-"""Between the round and the wire: updates, votes, log entries and snapshots in both forms.
+"""Updates of a run: encoded and decoded; and how a follower of the log gets from one consensus to
+the next with those that went into each step.
 
-Decides what an encoded update is (who made it, for which block and round, then the codec's bytes),
-the rounding from the codec's grid to the consensus's, and how a follower of the log gets from one
-consensus to the next. Knows nothing of peers' addresses, deadlines or files.
+Whose an update is stands in its header (`protocol.updates`); the rounding from the codec's grid to
+the consensus's is decided here. Snapshots are cut into shards here, too.
 
-An update names its block, round and sender inside the bytes that its digest covers: replayed in a
-later round, brought to another block, or handed in by another peer as its own, it is refused.
-
-Known limits: `replay` follows rounds of one group (up to 16 replicas) under the rules that take a
-mean. An entry that combines several groups does not say which update was in which group, and is
-refused by its step's digest; a follower then takes a snapshot.
+Known limit: `replay` follows rounds under the rules that take a mean.
 """
 
 from __future__ import annotations
 
-import struct
 from collections.abc import Sequence
 from dataclasses import dataclass
-from functools import cached_property, lru_cache
+from functools import cached_property
 
 import numpy as np
 import numpy.typing as npt
 
-from protocol import payloads as wire
 from protocol.codec import FIXED_BITS, CodecSpec, Source, decode_fixed, encode, read_header
+from protocol.digests import weights_digest
 from protocol.errors import WireError
 from protocol.frames import content_digest
-from protocol.identity import peer_from_text, peer_text, public_key_of
-from protocol.limits import DIGEST_BYTES, PEER_ID_BYTES, SHARD_BYTES, WORK_ONE
+from protocol.identity import peer_from_text
+from protocol.limits import SHARD_BYTES, WORK_ONE
+from protocol.log import Entry, LogError
 from protocol.packing import Malformed
-from protocol.payloads import LogEntry, SignedVote, pack_index
+from protocol.payloads import pack_index
+from protocol.updates import (
+    UPDATE_HEADER_BYTES,
+    UpdateError,
+    pack_update,
+    update_body,
+    update_digest,
+)
 from swarm.consensus.fixed_point import (
     QUANTUM_BITS,
     SCALE_ONE,
@@ -37,34 +39,16 @@ from swarm.consensus.fixed_point import (
     VALUE_LIMIT,
     FixedUpdate,
     Ints,
-    UpdateError,
     checked,
     scaled,
-    step_digest,
-    weights_digest,
 )
-from swarm.consensus.log import Contribution, Entry, LogError
 from swarm.consensus.schedule import CodecSchedule
 from swarm.consensus.sums import apply_step, mean_step, summed
-from swarm.consensus.votes import Reason, UpdateRef, Vote, checked_vote
 
 Floats = npt.NDArray[np.float32]
 Quanta = npt.NDArray[np.int32]
 
-_HEADER = struct.Struct(f">HQ{PEER_ID_BYTES}s")  # block, round, sender
 _SHIFT = FIXED_BITS - QUANTUM_BITS
-
-
-class WrongBlock(UpdateError):
-    """An update of another block."""
-
-
-class WrongRound(UpdateError):
-    """An update of another round: a replay, or a clock that is off."""
-
-
-class WrongSender(UpdateError):
-    """An update that another peer made."""
 
 
 class UpdateOversize(UpdateError):
@@ -76,11 +60,6 @@ class OtherCodec(UpdateError):
 
 
 # --- updates
-
-
-def update_digest(payload: bytes) -> bytes:
-    """The name of an update."""
-    return content_digest(payload)
 
 
 @dataclass(frozen=True)
@@ -100,7 +79,7 @@ class UpdateCodec:
 
     def max_bytes_at(self, round_: int) -> int:
         """What an honest update of a round has at most, with its header."""
-        return _HEADER.size + self.spec_at(round_).max_bytes(self.size)
+        return UPDATE_HEADER_BYTES + self.spec_at(round_).max_bytes(self.size)
 
     def encode(
         self, rest: Ints | Floats | Source, block: int, round_: int, sender: bytes
@@ -111,7 +90,7 @@ class UpdateCodec:
         """
         vector = _as_floats(rest) if isinstance(rest, np.ndarray) else rest
         encoded = encode(vector, self.spec_at(round_))
-        payload = _HEADER.pack(block, round_, sender) + encoded.data
+        payload = pack_update(block, round_, sender, encoded.data)
         if encoded.sparse is None:
             return payload, self.decode(payload, block, round_, sender)
         values = encoded.sparse.coded.values(_coarser)
@@ -122,16 +101,7 @@ class UpdateCodec:
         spec, most = self.spec_at(round_), self.max_bytes_at(round_)
         if len(payload) > most:
             raise UpdateOversize(f"update of {len(payload)} bytes, the limit is {most}")
-        if len(payload) < _HEADER.size:
-            raise Malformed("too short for an update")
-        named_block, named_round, named_sender = _HEADER.unpack_from(payload)
-        if named_block != block:
-            raise WrongBlock(f"update of block {named_block}, not of block {block}")
-        if named_round != round_:
-            raise WrongRound(f"update of round {named_round}, not of round {round_}")
-        if named_sender != sender:
-            raise WrongSender("update that another peer made")
-        body = payload[_HEADER.size :]
+        body = update_body(payload, block, round_, sender)
         header = read_header(body, self.size)
         if (header.codec, header.block) != (spec.codec, spec.block):
             raise OtherCodec(f"update in {header.codec.name}, the run's codec is {spec}")
@@ -178,7 +148,7 @@ def replay(
     was left out) stands in the entry as scales, the rest is integer arithmetic. LogError otherwise.
     """
     new, step = apply_step(consensus, _mean_of(entry, payloads, codec, block))
-    if step_digest(step) != entry.step:
+    if step.digest != entry.step:
         raise LogError(f"the updates of round {entry.round} do not give its step")
     if weights_digest(new) != entry.weights:
         raise LogError(f"the step of round {entry.round} does not give its consensus")
@@ -193,7 +163,7 @@ def replayed_step(
     It does, but for a weight that was stopped at the edge of its range.
     """
     step = _mean_of(entry, payloads, codec, block)
-    return step if step_digest(step) == entry.step else None
+    return step if step.digest == entry.step else None
 
 
 def _mean_of(
@@ -216,81 +186,6 @@ def _mean_of(
     if included and not WORK_ONE <= entry.work <= WORK_ONE * len(included):
         raise LogError(f"the updates of round {entry.round} come to the work of nobody")
     return mean_step(summed(parts), max(entry.work, WORK_ONE))
-
-
-def to_wire_entry(entry: Entry) -> LogEntry:
-    parts = [(c.digest, peer_from_text(c.sender), c.scale, c.score) for c in entry.contributions]
-    return LogEntry(
-        round=entry.round + 1,
-        parent=entry.parent,
-        weights=entry.weights,
-        step=entry.step,
-        median_norm=entry.median_norm,
-        work=entry.work,
-        contributions=tuple(parts),
-    )
-
-
-def from_wire_entry(entry: LogEntry) -> Entry:
-    """The entry; its digest says whether it is the one that was meant."""
-    parts = [
-        Contribution(digest, _peer_text(sender), scale, score)
-        for digest, sender, scale, score in entry.contributions
-    ]
-    return Entry(
-        round=entry.round - 1,
-        parent=entry.parent,
-        weights=entry.weights,
-        step=entry.step,
-        median_norm=entry.median_norm,
-        contributions=tuple(parts),
-        work=entry.work,
-    )
-
-
-@lru_cache(maxsize=1024)
-def _peer_text(peer_id: bytes) -> str:
-    public_key_of(peer_id)  # two texts for one peer would be two senders
-    return peer_text(peer_id)
-
-
-# --- votes
-
-
-def to_wire_vote(vote: Vote, run: bytes, block: int) -> wire.Vote:
-    """What is signed and sent. The voter is not in it: the signature's owner is the voter."""
-    return wire.Vote(
-        run=run,
-        block=block,
-        round=vote.round,
-        consensus=vote.base,
-        base_round=vote.base_round + 1,
-        listed=tuple(ref.digest + peer_from_text(ref.sender) for ref in vote.listed),
-        declined=tuple(peer_from_text(peer) + bytes([why]) for peer, why in vote.declined),
-    )
-
-
-def from_wire_vote(signed: SignedVote) -> Vote:
-    """The vote as rounds count it. Raises VoteError or Malformed. Run and block are the caller's
-    to compare."""
-    vote = signed.vote
-    listed = [
-        UpdateRef(item[:DIGEST_BYTES], _peer_text(item[DIGEST_BYTES:])) for item in vote.listed
-    ]
-    return checked_vote(
-        Vote(
-            peer_text(signed.voter),
-            vote.round,
-            vote.consensus,
-            vote.base_round - 1,
-            tuple(listed),
-            tuple((_peer_text(item[:-1]), _reason(item[-1])) for item in vote.declined),
-        )
-    )
-
-
-def _reason(code: int) -> Reason:
-    return Reason(code) if code <= max(Reason) else Reason.OTHER
 
 
 # --- snapshots

@@ -16,73 +16,11 @@ shows as another `base` in the next round, and the minority moves (see `swarm.ro
 
 from __future__ import annotations
 
-import enum
 from collections import Counter
 from collections.abc import Collection, Iterable, Mapping
 from dataclasses import dataclass, field, replace
 
-from protocol.errors import WireError
-from protocol.limits import DECLINED_PER_VOTE
-
-MAX_LISTED = 16
-DIGEST_BYTES = 32
-
-
-class VoteError(WireError):
-    """A vote that no honest replica sends."""
-
-
-@dataclass(frozen=True, order=True)
-class UpdateRef:
-    """One update: its digest names it, its sender answers for it. Ordered by digest."""
-
-    digest: bytes
-    sender: str
-
-
-class Reason(enum.IntEnum):
-    """Why a voter does not accept a sender's update, although it could have it.
-
-    It is said in the vote, so that whoever is left out hears why. Of one that is neither listed nor
-    declined the voter knew nothing in time. A newer voter may have reasons that we do not know.
-    """
-
-    OTHER = 0
-    REFUSED = 1  # it is no valid update of this round
-    FAULT = 2  # earlier ones were none, or its sender was two-faced: it is left out for some rounds
-    HARM = 3  # earlier ones made the voter's held-out text worse: likewise
-
-
-@dataclass(frozen=True)
-class Vote:
-    """What `voter` holds and accepts in a round."""
-
-    voter: str
-    round: int
-    base: bytes
-    base_round: int
-    listed: tuple[UpdateRef, ...]
-    declined: tuple[tuple[str, Reason], ...] = ()  # by sender
-
-
-def checked_vote(vote: Vote, most_listed: int = MAX_LISTED) -> Vote:
-    """The same vote if it is well formed; otherwise VoteError."""
-    if len(vote.listed) > most_listed:
-        raise VoteError(f"vote lists {len(vote.listed)} updates, more than {most_listed}")
-    if len(vote.base) != DIGEST_BYTES or any(
-        len(ref.digest) != DIGEST_BYTES for ref in vote.listed
-    ):
-        raise VoteError("vote with a digest of a wrong length")
-    if list(vote.listed) != sorted(set(vote.listed)):
-        raise VoteError("vote lists an update twice or out of order")
-    if len({ref.sender for ref in vote.listed}) != len(vote.listed):
-        raise VoteError("vote lists two updates of one sender")
-    declined = [sender for sender, _ in vote.declined]
-    if declined != sorted(set(declined)) or len(declined) > DECLINED_PER_VOTE:
-        raise VoteError("vote declines a sender twice, or too many")
-    if vote.round < 0 or vote.base_round > vote.round:
-        raise VoteError("vote with an impossible round")
-    return vote
+from protocol.votes import UpdateRef, Vote
 
 
 @dataclass(frozen=True)

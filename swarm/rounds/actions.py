@@ -9,8 +9,9 @@ from __future__ import annotations
 
 from dataclasses import dataclass
 
-from swarm.consensus.log import Entry, MoveMode, MovePlan
-from swarm.consensus.votes import UpdateRef, Vote
+from protocol.log import Entry
+from protocol.votes import UpdateRef, Vote
+from swarm.consensus.log import MoveMode, MovePlan
 
 # Events
 

@@ -9,9 +9,10 @@ from __future__ import annotations
 from collections.abc import Callable, Mapping
 from dataclasses import replace
 
+from protocol.log import Entry, LogError
+from protocol.votes import UpdateRef
 from swarm.consensus.forks import YOUNG, SignedHead, Word, move_mode, support, winner
-from swarm.consensus.log import Entry, LogError, MoveMode, check_chain
-from swarm.consensus.votes import UpdateRef
+from swarm.consensus.log import MoveMode, check_chain
 from swarm.rounds import actions as act
 from swarm.rounds.clock import exchange_opens_s
 from swarm.rounds.state import Phase, RoundState, Sync, active, with_stage

@@ -8,8 +8,9 @@ from __future__ import annotations
 
 from dataclasses import replace
 
-from protocol.limits import DECLINED_PER_VOTE
-from swarm.consensus.votes import MAX_LISTED, Reason, Vote, agreed_set
+from protocol.limits import DECLINED_PER_VOTE, LISTED_PER_VOTE
+from protocol.votes import Reason, Vote
+from swarm.consensus.votes import agreed_set
 from swarm.rounds import actions as act
 from swarm.rounds.clock import exchange_opens_s
 from swarm.rounds.heads import choose_head
@@ -44,7 +45,7 @@ def end_collect(state: RoundState, now_s: float, out: list[act.Action]) -> Round
         state.round,
         head.digest,
         head.round,
-        tuple(sorted(accepted)[:MAX_LISTED]),
+        tuple(sorted(accepted)[:LISTED_PER_VOTE]),
         _declined(state, stage),
     )
     out.append(act.SendVote(vote, tuple(state.peers)))

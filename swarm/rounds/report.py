@@ -7,7 +7,7 @@ from __future__ import annotations
 
 from dataclasses import replace
 
-from swarm.consensus.votes import Reason
+from protocol.votes import Reason
 from swarm.rounds import actions as act
 from swarm.rounds.deadline import remembered
 from swarm.rounds.state import RoundState, Stage

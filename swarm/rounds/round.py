@@ -38,7 +38,8 @@ from __future__ import annotations
 
 from dataclasses import replace
 
-from swarm.consensus.votes import MAX_LISTED, UpdateRef, Vote
+from protocol.limits import LISTED_PER_VOTE
+from protocol.votes import UpdateRef, Vote
 from swarm.rounds import actions as act
 from swarm.rounds.clock import MAX_OFFSET_S, exchange_opens_s, round_at
 from swarm.rounds.deadline import agreed_s, proposal_s
@@ -260,7 +261,7 @@ def _offer(
         why = "replay"
         state = replace(state, trust=state.trust.fault(ref.sender, state.round, why))
         return with_stage(state, offers=offers, refused={**stage.refused, ref: why})
-    if len(stage.pulling) + len(stage.held) >= MAX_LISTED:
+    if len(stage.pulling) + len(stage.held) >= LISTED_PER_VOTE:
         return with_stage(state, offers=offers)
     out.append(act.Pull(ref, holders, stage.third_s))
     return with_stage(state, offers=offers, pulling=stage.pulling | {ref})

@@ -10,9 +10,10 @@ import enum
 from collections.abc import Mapping
 from dataclasses import dataclass, field, replace
 
+from protocol.votes import UpdateRef
 from swarm.consensus.log import ConsensusLog
 from swarm.consensus.trust import TrustBook
-from swarm.consensus.votes import Ballot, UpdateRef
+from swarm.consensus.votes import Ballot
 from swarm.rounds import actions as act
 from swarm.rounds.deadline import DeadlineRules
 

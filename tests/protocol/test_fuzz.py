@@ -23,6 +23,7 @@ from protocol.errors import WireError
 from protocol.frames import BytesLike, Channel, Deadline, content_digest, encode_head
 from protocol.identity import Identity, peer_from_text
 from protocol.limits import KIND_LIMITS, PAYLOAD_MAX_BYTES, Kind
+from protocol.log import Contribution, Entry, Pin, pack_log, unpack_log, unpack_pin
 from protocol.messages import (
     AggregateReply,
     AggregateRequest,
@@ -47,26 +48,16 @@ from protocol.messages import (
 )
 from protocol.packing import pack
 from protocol.payloads import (
-    LogEntry,
-    Pin,
-    Vote,
     announce_of,
     pack_index,
-    pack_log,
     pack_records,
-    pack_updates,
-    pack_votes,
     record_of,
-    seal_vote,
     unpack_index,
-    unpack_log,
-    unpack_pin,
     unpack_records,
-    unpack_updates,
-    unpack_votes,
-    verify_vote,
 )
 from protocol.records import Record, body_of, record_map, seal, sign_body, verify
+from protocol.updates import pack_updates, unpack_updates
+from protocol.votes import UpdateRef, Vote, pack_votes, seal_vote, unpack_votes, verify_vote
 
 NOW_S = 1_800_000_000.0
 OWNER = Identity(b"o" * 32)
@@ -81,10 +72,11 @@ RECORD = Record(
     addresses=("/ip4/203.0.113.7/tcp/31337", "/ip6/2001:db8::7/udp/31337/quic-v1"),
 )
 SIGNED = seal(OWNER, RECORD, NOW_S + 300)
-LISTED = (DIGEST + OWNER.peer_id,) * 3
-VOTE = seal_vote(OWNER, Vote(run=RUN, block=1, round=2, consensus=DIGEST, listed=LISTED))
-PARTS = ((DIGEST, OWNER.peer_id, 65536, -7), (RUN, Identity(b"s" * 32).peer_id, 0, 1024))
-LOG = [LogEntry(i, DIGEST, RUN, DIGEST, 1000, 256 * i, PARTS[:i]) for i in range(3)]
+OTHER = Identity(b"s" * 32)
+LISTED = (UpdateRef(DIGEST, OWNER.text), UpdateRef(RUN, OTHER.text))
+VOTE = seal_vote(OWNER, RUN, 1, Vote(OWNER.text, 2, DIGEST, -1, LISTED))
+PARTS = (Contribution(DIGEST, OWNER.text, 65536, -7), Contribution(RUN, OTHER.text, 0, 1024))
+LOG = [Entry(i - 1, DIGEST, RUN, DIGEST, 1000, PARTS[:i], 256 * i) for i in range(3)]
 PINS = (Pin(5, DIGEST, RUN).pack(),) * 2
 
 CORPUS: list[tuple[Message, bytes]] = [

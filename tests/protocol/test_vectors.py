@@ -16,22 +16,18 @@ import pytest
 
 from protocol import errors, frames, packing, payloads, records
 from protocol import identity as identities
+from protocol.digests import weights_digest
 from protocol.frames import Channel, Deadline, Head, content_digest, encode_head
 from protocol.identity import Identity, peer_from_text, peer_text
 from protocol.limits import PAYLOAD_MAX_BYTES, Kind
+from protocol.log import Contribution, Entry, Pin, genesis, pack_log, unpack_log, unpack_pin
 from protocol.messages import ErrorCode, decode
-from protocol.payloads import LogEntry, Pin, Vote
 from protocol.records import Record
+from protocol.updates import pack_updates, unpack_updates
 from protocol.version import PROTOCOL_MAJOR, PROTOCOL_MINOR
-from swarm.consensus.fixed_point import FixedUpdate, step_digest, weights_digest
-from swarm.consensus.log import genesis
-from swarm.consensus.updates import (
-    UpdateCodec,
-    from_wire_entry,
-    shards_of,
-    snapshot_index,
-    to_wire_entry,
-)
+from protocol.votes import Reason, UpdateRef, Vote, pack_votes, seal_vote, unpack_votes, verify_vote
+from swarm.consensus.fixed_point import FixedUpdate
+from swarm.consensus.updates import UpdateCodec, shards_of, snapshot_index
 from tests.support.loopless import BytesStream, run
 from tests.support.message_examples import EXAMPLES
 from tests.support.paths import ROOT
@@ -49,33 +45,30 @@ RECORDS = [
         round=17,
         sequence=4,
         consensus=b"c" * 32,
-        head_round=17,
+        head_round=16,
         update=b"u" * 32,
         update_bytes=123_456,
         proposal_ms=2500,
         addresses=("/ip4/203.0.113.7/tcp/31337", "/ip6/2001:db8::7/tcp/31337"),
     ),
 ]
-LISTED = tuple(update * 32 + OWNER.peer_id for update in (b"a", b"b"))
+LISTED = (UpdateRef(b"a" * 32, OWNER.text), UpdateRef(b"b" * 32, Identity(bytes(32)).text))
 OTHER = Identity(bytes(range(1, 33)))
-VOTE = Vote(
-    run=RUN,
-    block=3,
-    round=17,
-    consensus=b"c" * 32,
-    base_round=17,
-    listed=LISTED,
-    declined=(OTHER.peer_id + b"\3",),
+VOTE = Vote(OWNER.text, 17, b"c" * 32, 16, LISTED, ((OTHER.text, Reason.HARM),))
+SIGNED_VOTE = seal_vote(OWNER, RUN, 3, VOTE)
+PARTS = (
+    Contribution(b"u" * 32, OWNER.text, 65536, 512),
+    Contribution(b"v" * 32, OTHER.text, 0, -1024),
 )
-PARTS = ((b"u" * 32, OWNER.peer_id, 65536, 512), (b"v" * 32, OTHER.peer_id, 0, -1024))
+SIGNED_AT = 38 + 64  # after the voter and the signature
 WEIGHTS = np.array([0, 1, -1, 2**31 - 1, -(2**24)], dtype=np.int32)
 STEP = FixedUpdate(5, np.array([1, 4]), np.array([7, -(2**31)]))
-GENESIS = to_wire_entry(genesis(RUN.hex(), 3, weights_digest(WEIGHTS)))
+GENESIS = genesis(RUN.hex(), 3, weights_digest(WEIGHTS))
 LOG = [
     GENESIS,
-    LogEntry(17, b"p" * 32, weights_digest(WEIGHTS), step_digest(STEP), 1001, 512, PARTS),
+    Entry(16, b"p" * 32, weights_digest(WEIGHTS), STEP.digest, 1001, PARTS, 512),
 ]
-PIN = Pin(17, b"e" * 32, b"s" * 32)
+PIN = Pin(16, b"e" * 32, b"s" * 32)
 UPDATE = np.array([1, -3, 2**20, -(2**24), 0], dtype=np.int64)
 
 
@@ -206,20 +199,20 @@ def build() -> dict[str, Any]:
             {"error": name, "frame": plain(data)} for name, data in refused_frames().items()
         ],
         "vote": {
-            "fields": plain(packing.to_map(VOTE)),
-            "blob": plain(payloads.seal_vote(OWNER, VOTE).blob),
+            "fields": plain(packing.unpack_map(SIGNED_VOTE.blob[SIGNED_AT:], 8192)),
+            "blob": plain(SIGNED_VOTE.blob),
         },
         "payloads": {
             "records": plain(payloads.pack_records(signed)),
-            "votes": plain(payloads.pack_votes([payloads.seal_vote(OWNER, VOTE)])),
-            "log": plain(payloads.pack_log(LOG)),
-            "updates": plain(payloads.pack_updates([b"first", b"second one"])),
+            "votes": plain(pack_votes([SIGNED_VOTE])),
+            "log": plain(pack_log(LOG)),
+            "updates": plain(pack_updates([b"first", b"second one"])),
             "index": plain(payloads.pack_index([b"a" * 32, b"b" * 32])),
         },
-        "pin": {"round": 17, "entry": plain(PIN.entry), "snapshot": plain(PIN.snapshot)}
+        "pin": {"round": 16, "entry": plain(PIN.entry), "snapshot": plain(PIN.snapshot)}
         | {"packed": plain(PIN.pack())},
         "log": [
-            {"fields": plain(dataclasses.asdict(entry)), "digest": plain(entry_digest(entry))}
+            {"fields": plain(dataclasses.asdict(entry)), "digest": plain(entry.digest)}
             for entry in LOG
         ],
         "weights": {
@@ -228,13 +221,9 @@ def build() -> dict[str, Any]:
             "shard": plain(bytes(shards_of(WEIGHTS)[0])),
             "snapshot": plain(content_digest(snapshot_index(WEIGHTS))),
         },
-        "step": {"quanta": STEP.dense().tolist(), "digest": plain(step_digest(STEP))},
+        "step": {"quanta": STEP.dense().tolist(), "digest": plain(STEP.digest)},
         "update": update_vector(),
     }
-
-
-def entry_digest(entry: LogEntry) -> bytes:
-    return from_wire_entry(entry).digest
 
 
 def update_vector() -> dict[str, Any]:
@@ -316,14 +305,14 @@ def test_frames() -> None:
 
 def test_votes_and_payloads() -> None:
     vectors = load()
-    assert payloads.verify_vote(vectors["vote"]["blob"]).vote == VOTE
+    assert verify_vote(vectors["vote"]["blob"]) == SIGNED_VOTE
     lists = vectors["payloads"]
     entries = payloads.unpack_records(lists["records"])
     assert [records.verify(*e, vectors["now_s"]).record for e in entries] == RECORDS
-    assert payloads.unpack_votes(lists["votes"]) == [vectors["vote"]["blob"]]
-    assert payloads.unpack_log(lists["log"]) == LOG
-    assert payloads.unpack_updates(lists["updates"], 100) == [b"first", b"second one"]
-    assert payloads.unpack_pin(vectors["pin"]["packed"]) == PIN
+    assert unpack_votes(lists["votes"]) == [vectors["vote"]["blob"]]
+    assert unpack_log(lists["log"]) == LOG
+    assert unpack_updates(lists["updates"], 100) == [b"first", b"second one"]
+    assert unpack_pin(vectors["pin"]["packed"]) == PIN
     shards = payloads.unpack_index(lists["index"], content_digest(lists["index"]))
     assert shards == [b"a" * 32, b"b" * 32]
 
@@ -348,8 +337,8 @@ def test_the_spec_names_every_kind_field_and_code() -> None:
     for field in dataclasses.fields(Record):
         assert f"| `{field.metadata['name']}` |" in spec
     body = next(line for line in spec.splitlines() if line.startswith("Signed vote:"))
-    for field in dataclasses.fields(Vote):
-        assert f"`{field.metadata['name']}`" in body
+    for name in packing.unpack_map(SIGNED_VOTE.blob[SIGNED_AT:], 8192):
+        assert f"`{name}`" in body
     for kind, limit in PAYLOAD_MAX_BYTES.items():
         if 64 <= kind < 96:
             continue  # test_protocol_serving.py

@@ -2,7 +2,7 @@
 
 from __future__ import annotations
 
-from swarm.consensus.votes import UpdateRef
+from protocol.votes import UpdateRef
 from swarm.rounds import actions as act
 from swarm.rounds.round import next_wakeup_s
 from swarm.rounds.state import Phase, RoundState

@@ -13,15 +13,18 @@ import numpy as np
 from node.log.consensus import Consensus
 from node.replica.exchange import ReplicaSettings
 from node.replica.service import serve_replica
+from protocol.digests import weights_digest
 from protocol.errors import WireError
 from protocol.frames import Oversize, Stalled, content_digest
 from protocol.identity import Identity, load_or_create, peer_text
+from protocol.log import Contribution, Entry, genesis
 from protocol.messages import Message
+from protocol.updates import update_digest
 from swarm.consensus.aggregate import aggregate
-from swarm.consensus.fixed_point import step_digest, to_fixed, weights_digest
-from swarm.consensus.log import ConsensusLog, Contribution, Entry, genesis
+from swarm.consensus.fixed_point import to_fixed
+from swarm.consensus.log import ConsensusLog
 from swarm.consensus.sums import apply_step
-from swarm.consensus.updates import UpdateCodec, update_digest
+from swarm.consensus.updates import UpdateCodec
 from swarm.rounds.deadline import DeadlineRules
 from swarm.rounds.state import RoundRules
 
@@ -75,7 +78,7 @@ class Chain:
                 number,
                 self.log.head.digest,
                 weights_digest(new),
-                step_digest(step),
+                step.digest,
                 result.median_norm,
                 (part,),
                 result.work,

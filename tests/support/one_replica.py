@@ -2,8 +2,9 @@
 
 from __future__ import annotations
 
-from swarm.consensus.log import ConsensusLog, genesis
-from swarm.consensus.votes import UpdateRef
+from protocol.log import genesis
+from protocol.votes import UpdateRef
+from swarm.consensus.log import ConsensusLog
 from swarm.rounds.deadline import DeadlineRules
 from swarm.rounds.state import RoundRules, RoundState
 

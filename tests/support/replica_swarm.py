@@ -22,9 +22,9 @@ from node.simulator.virtual_time import run_virtually
 from node.trainer.trainer import TrainerError
 from protocol.frames import Oversize, Stalled, content_digest
 from protocol.identity import Identity, load_or_create
+from protocol.log import Entry
 from protocol.messages import Message
 from swarm.consensus.fixed_point import to_float
-from swarm.consensus.log import Entry
 from swarm.consensus.updates import UpdateCodec
 from swarm.learning.flat import Change, Floats
 from swarm.rounds import actions as act

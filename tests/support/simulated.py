@@ -10,7 +10,7 @@ from node.replica.replica import Replica
 from node.simulator.scenario import Scenario
 from node.simulator.virtual_time import run_virtually
 from node.simulator.world import World
-from swarm.consensus.log import Entry
+from protocol.log import Entry
 
 Hand = Callable[[World], Awaitable[None]]
 

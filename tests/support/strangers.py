@@ -8,8 +8,9 @@ from typing import Any
 
 from node.network.standing import Standings
 from protocol.identity import Identity, generate
+from protocol.log import Contribution, Entry, genesis
 from protocol.records import Record, Role, SignedRecord, seal
-from swarm.consensus.log import ConsensusLog, Contribution, Entry, genesis
+from swarm.consensus.log import ConsensusLog
 from tests.support.loopback import RUN_ID
 
 

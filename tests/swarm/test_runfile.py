@@ -14,7 +14,8 @@ from hypothesis import strategies as st
 from protocol.errors import UsageError
 from protocol.frames import content_digest
 from protocol.limits import LOG_ENTRIES_PER_REPLY
-from swarm.consensus.log import ConsensusLog, Entry, genesis
+from protocol.log import Entry, genesis
+from swarm.consensus.log import ConsensusLog
 from swarm.run import Coupling, ModelShape, Noise, Objective, Run, Training
 from swarm.run_template import PRESETS, emit, preset
 from swarm.runfile import (

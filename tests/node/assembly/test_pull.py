@@ -23,22 +23,16 @@ from node.log.consensus import Consensus
 from node.log.fetch import FetchError
 from node.replica.service import _Answers
 from protocol import messages, records
+from protocol.digests import weights_digest
 from protocol.errors import UsageError, WireError
 from protocol.frames import content_digest
 from protocol.identity import Identity, peer_text
 from protocol.limits import WORK_ONE
+from protocol.log import Contribution, Entry, genesis
 from protocol.messages import Message
 from protocol.records import Record, Role, SignedRecord
-from swarm.consensus.fixed_point import (
-    add_into,
-    compact,
-    rounded_mean,
-    step_digest,
-    to_fixed,
-    to_float,
-    weights_digest,
-)
-from swarm.consensus.log import ConsensusLog, Contribution, Entry, genesis
+from swarm.consensus.fixed_point import add_into, compact, rounded_mean, to_fixed, to_float
+from swarm.consensus.log import ConsensusLog
 from swarm.consensus.sums import apply_step
 from swarm.consensus.updates import UpdateCodec
 from swarm.learning.flat import flat_weights, initial_flat
@@ -103,7 +97,7 @@ class Replica:
                 number,
                 self.log.head.digest,
                 weights_digest(new),
-                step_digest(step),
+                step.digest,
                 1,
                 parts,
                 WORK_ONE * len(parts),
@@ -123,7 +117,7 @@ class Replica:
             round=head.round + 1,
             sequence=1,
             consensus=head.digest,
-            head_round=head.round + 1,
+            head_round=head.round,
         )
         return records.seal(self.identity, record, time.time() + 60)
 

@@ -18,8 +18,8 @@ from node.replica.own_updates import OwnUpdate, OwnUpdates
 from node.replica.running_weights import Moment
 from protocol.errors import WireError
 from protocol.identity import peer_text
-from swarm.consensus.updates import update_digest
-from swarm.consensus.votes import UpdateRef
+from protocol.updates import update_digest
+from protocol.votes import UpdateRef
 from tests.support.chains import CODEC, EVERY, RUN, Chain, identity
 
 

@@ -9,8 +9,9 @@ import numpy as np
 import pytest
 
 from node.log.consensus import TREND_ROUNDS, Consensus
-from swarm.consensus.fixed_point import step_digest, to_fixed, weights_digest
-from swarm.consensus.log import LogError
+from protocol.digests import weights_digest
+from protocol.log import LogError
+from swarm.consensus.fixed_point import to_fixed
 from swarm.consensus.updates import from_shards, replayed_step
 from tests.support.chains import CODEC, EVERY, FIRST, Chain, identity
 
@@ -93,8 +94,8 @@ def test_a_light_copy_makes_steps_and_snapshots_again_when_they_are_asked_for(
     light.go_on(log, start, theirs.updates)
     assert light.steps == {} and all(s.weights is None for s in light.snapshots.values())
 
-    assert {s.pin.name for s in light.snapshots.values()} == {
-        s.pin.name for s in theirs.snapshots.values()
+    assert {s.pin.snapshot for s in light.snapshots.values()} == {
+        s.pin.snapshot for s in theirs.snapshots.values()
     }
     for digest, held in light.snapshots.items():
         made = light.snapshot_weights(log, held)
@@ -127,6 +128,6 @@ def test_a_step_that_stopped_at_the_edge_is_not_made_again_wrongly(chain: Chain)
     entry = chain.log.head
     chain.consensus.steps.clear()
     made = chain.consensus.step_of(entry)
-    assert made is not None and step_digest(made) == entry.step
+    assert made is not None and made.digest == entry.step
     stopped = dataclasses.replace(entry, step=bytes(32))  # its updates say more than it did
     assert replayed_step(stopped, chain.consensus.updates[entry.digest], CODEC, 0) is None

@@ -16,7 +16,7 @@ from node.log.consensus import Consensus, Snapshot
 from node.log.fetch import FetchError, LogFetcher
 from protocol.frames import content_digest
 from protocol.messages import Message, Purpose
-from protocol.payloads import pack_updates, unpack_updates
+from protocol.updates import pack_updates, unpack_updates
 from swarm.consensus.log import ConsensusLog
 from tests.support.chains import CODEC, FIRST, RUN, SIZE, Chain, Donors, identity, run
 
@@ -141,7 +141,7 @@ def test_who_names_a_false_snapshot_is_blamed_alone(chain: Chain) -> None:
     for digest, held in liar.consensus.snapshots.items():
         weights = np.ones(SIZE, dtype=np.int32)
         index = swarm.consensus.updates.snapshot_index(weights)
-        pin = replace(held.pin, name=content_digest(index))
+        pin = replace(held.pin, snapshot=content_digest(index))
         liar.consensus.snapshots[digest] = Snapshot(pin, index, weights)
     donors = Donors(liar=liar, good=chain, fine=chain)
     head = chain.log.head.digest

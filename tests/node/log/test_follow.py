@@ -12,9 +12,10 @@ import pytest
 from node.log.fetch import FetchError, RemoteLog
 from node.log.follow import ASKED_PER_LOOK_UP, Follower, FollowSettings
 from protocol.identity import peer_text
+from protocol.log import Contribution, Entry, genesis
 from protocol.messages import Message, Purpose
 from swarm.consensus.forks import AWAY
-from swarm.consensus.log import ConsensusLog, Contribution, Entry, genesis
+from swarm.consensus.log import ConsensusLog
 from tests.support.chains import CODEC, EVERY, FIRST, RUN, Chain, Donors, identity, run
 
 

@@ -11,11 +11,12 @@ import pytest
 import node.log.consensus
 from node.replica.aggregation import Aggregation
 from node.replica.exchange import Held
+from protocol.digests import weights_digest
 from protocol.identity import peer_text
-from swarm.consensus.fixed_point import weights_digest
-from swarm.consensus.log import Entry
-from swarm.consensus.updates import snapshot_index, update_digest
-from swarm.consensus.votes import UpdateRef
+from protocol.log import Entry
+from protocol.updates import update_digest
+from protocol.votes import UpdateRef
+from swarm.consensus.updates import snapshot_index
 from swarm.rounds import actions as act
 from tests.support.chains import CODEC, SIZE, Chain, identity, run
 

@@ -7,8 +7,7 @@ import pytest
 from node.replica.exchange import VOTES_KEPT, Exchange, ReplicaSettings
 from protocol.identity import Identity, generate, peer_text
 from protocol.limits import VOTES_PER_REPLY
-from protocol.payloads import SignedVote, seal_vote
-from protocol.payloads import Vote as WireVote
+from protocol.votes import SignedVote, Vote, seal_vote
 from swarm.consensus.updates import UpdateCodec
 from swarm.rounds import actions as act
 from tests.support.chains import Donors
@@ -19,7 +18,7 @@ SETTINGS = ReplicaSettings(RUN, 0, RULES, UpdateCodec("int8", 1000), 16)
 
 
 def vote_of(voter: Identity) -> SignedVote:
-    return seal_vote(voter, WireVote(run=RUN, block=0, round=ROUND, consensus=bytes(32)))
+    return seal_vote(voter, RUN, 0, Vote(voter.text, ROUND, bytes(32), -1, ()))
 
 
 @pytest.mark.parametrize("strangers_first", [True, False])
@@ -34,7 +33,7 @@ def test_votes_of_strangers_do_not_displace_those_that_count(strangers_first: bo
         exchange.hear_vote(vote_of(voter).blob, ROUND)
     kept = exchange.votes_of(ROUND)
     assert len(kept) == VOTES_KEPT
-    handed_on = {vote.voter for vote in kept[:VOTES_PER_REPLY]}
-    assert {mate.peer_id for mate in mates} <= handed_on
+    handed_on = {signed.vote.voter for signed in kept[:VOTES_PER_REPLY]}
+    assert {mate.text for mate in mates} <= handed_on
     exchange.forget_before(ROUND + 1)
     assert exchange.votes_of(ROUND) == []

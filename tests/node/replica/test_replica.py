@@ -276,9 +276,9 @@ def test_over_its_budget_it_sends_who_catches_up_to_another_donor(tmp_path: Path
         purpose = messages.Purpose.CATCH_UP
         questions: list[Message] = [
             messages.LogRequest(run=RUN, block=0, since=bytes(32), purpose=purpose),
-            messages.IndexRequest(run=RUN, block=0, digest=snapshot.pin.name, purpose=purpose),
+            messages.IndexRequest(run=RUN, block=0, digest=snapshot.pin.snapshot, purpose=purpose),
             messages.ShardRequest(
-                run=RUN, block=0, digest=snapshot.pin.name, shard=0, purpose=purpose
+                run=RUN, block=0, digest=snapshot.pin.snapshot, shard=0, purpose=purpose
             ),
             messages.AggregateRequest(
                 run=RUN, block=0, round=10, digest=log.head.digest, purpose=purpose

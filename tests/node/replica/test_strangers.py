@@ -12,9 +12,9 @@ from node.replica.exchange import Held
 from node.simulator.liar import Lie, liar
 from protocol.errors import WireError
 from protocol.frames import content_digest
+from protocol.votes import UpdateRef
 from swarm.consensus.feedback import Unsent
 from swarm.consensus.fixed_point import to_float
-from swarm.consensus.votes import UpdateRef
 from swarm.rounds import actions as act
 from tests.support.replica_swarm import SIZE, Swarm, run, same_head
 

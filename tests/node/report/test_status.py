@@ -36,7 +36,7 @@ def record(
         "round": round_,
         "sequence": 1,
         "consensus": content_digest(head),
-        "head_round": round_ if head_round is None else head_round,
+        "head_round": round_ - 1 if head_round is None else head_round - 1,
         "update_bytes": 100,
         **more,
     }

@@ -9,21 +9,20 @@ import pytest
 from hypothesis import given
 from hypothesis import strategies as st
 
+from protocol.digests import weights_digest
+from protocol.updates import UpdateError
 from swarm.consensus.fixed_point import (
     SCALE_ONE,
     VALUE_LIMIT,
     FixedUpdate,
-    UpdateError,
     checked,
     exact_dot,
     from_codec,
     norm,
     rounded_mean,
     scaled,
-    step_digest,
     to_fixed,
     to_float,
-    weights_digest,
 )
 from swarm.consensus.sums import CUT, apply_step, sparse_against, summed
 from tests.support.fixed_updates import SIZE, ints, vectors
@@ -112,7 +111,7 @@ def test_digests_are_pinned() -> None:
     assert weights_digest(np.arange(4, dtype=np.int32)).hex()[:16] == PINNED_WEIGHTS
     for size, name in ((4, PINNED_STEP), (8, PINNED_SPARSE_STEP)):
         sparse = FixedUpdate(size, np.array([1, 3]), np.array([5, -7]))
-        assert step_digest(sparse).hex()[:16] == name
+        assert sparse.digest.hex()[:16] == name
 
 
 @given(vectors(), st.lists(st.integers(0, SIZE - 1), max_size=4))
@@ -120,7 +119,7 @@ def test_a_step_has_one_name_in_any_form(step: FixedUpdate, zeros: list[int]) ->
     padded = step.dense().copy()
     indices = np.union1d(np.flatnonzero(padded), zeros).astype(np.int64)
     others = [FixedUpdate(SIZE, None, padded), FixedUpdate(SIZE, indices, padded[indices])]
-    assert {step_digest(other) for other in others} == {step_digest(step)}
+    assert {other.digest for other in others} == {step.digest}
 
 
 @pytest.mark.parametrize(

@@ -7,17 +7,9 @@ from dataclasses import replace
 
 import pytest
 
+from protocol.log import Contribution, Entry, LogError, genesis
 from swarm.consensus.fixed_point import SCALE_ONE
-from swarm.consensus.log import (
-    ConsensusLog,
-    Contribution,
-    Entry,
-    LogError,
-    PrunedError,
-    candidates,
-    check_chain,
-    genesis,
-)
+from swarm.consensus.log import ConsensusLog, PrunedError, candidates, check_chain
 
 
 def grown(log: ConsensusLog, rounds: range, mark: str = "", *senders: str) -> ConsensusLog:

@@ -4,13 +4,16 @@ from __future__ import annotations
 
 import numpy as np
 
+from protocol.digests import weights_digest
+from protocol.log import Entry, genesis
+from protocol.updates import update_digest
+from protocol.votes import UpdateRef
 from swarm.consensus.aggregate import SEND_X16
 from swarm.consensus.feedback import Unsent
-from swarm.consensus.fixed_point import FixedUpdate, norm, to_fixed, weights_digest
-from swarm.consensus.log import ConsensusLog, Entry, genesis
+from swarm.consensus.fixed_point import FixedUpdate, norm, to_fixed
+from swarm.consensus.log import ConsensusLog
 from swarm.consensus.step import fitting_update, next_step
-from swarm.consensus.updates import UpdateCodec, update_digest
-from swarm.consensus.votes import UpdateRef
+from swarm.consensus.updates import UpdateCodec
 from tests.support.chains import CODEC, SIZE
 
 SENDER = bytes(38)

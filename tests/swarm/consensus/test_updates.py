@@ -12,42 +12,26 @@ from hypothesis import given, settings
 from hypothesis import strategies as st
 
 from protocol.codec import CodecSpec, NonFiniteError, SizeMismatchError, encode
+from protocol.digests import weights_digest
 from protocol.errors import WireError
 from protocol.frames import content_digest
-from protocol.identity import Identity, peer_text
+from protocol.identity import Identity
 from protocol.limits import SHARD_BYTES
+from protocol.log import Contribution, Entry, LogError, pack_log, unpack_log
 from protocol.packing import Malformed
-from protocol.payloads import LogEntry, SignedVote, pack_log, seal_vote, unpack_log, verify_vote
+from protocol.updates import UpdateError, WrongBlock, WrongRound, WrongSender, update_digest
 from swarm.consensus.aggregate import Rule, aggregate
-from swarm.consensus.fixed_point import (
-    VALUE_LIMIT,
-    FixedUpdate,
-    Ints,
-    UpdateError,
-    checked,
-    step_digest,
-    weights_digest,
-)
-from swarm.consensus.log import Contribution, Entry, LogError, genesis
+from swarm.consensus.fixed_point import VALUE_LIMIT, FixedUpdate, Ints, checked
 from swarm.consensus.sums import apply_step
 from swarm.consensus.updates import (
     OtherCodec,
     UpdateCodec,
     UpdateOversize,
-    WrongBlock,
-    WrongRound,
-    WrongSender,
     from_shards,
-    from_wire_entry,
-    from_wire_vote,
     replay,
     shards_of,
     snapshot_index,
-    to_wire_entry,
-    to_wire_vote,
-    update_digest,
 )
-from swarm.consensus.votes import UpdateRef, Vote, VoteError
 
 PEERS = [Identity(bytes([i + 1]) * 32) for i in range(8)]
 ME, OTHER = PEERS[0].peer_id, PEERS[1].peer_id
@@ -209,7 +193,7 @@ def decided(
         ROUND,
         b"p" * 32,
         weights_digest(after),
-        step_digest(step),
+        step.digest,
         result.median_norm,
         tuple(parts),
         result.work,
@@ -238,7 +222,7 @@ def test_a_follower_gets_the_bits_of_the_replicas(
     assert np.array_equal(new, after)
     assert replayed.same_as(step)
     assert np.array_equal(before, kept)
-    wired = from_wire_entry(unpack_log(pack_log([to_wire_entry(entry)]))[0])
+    wired = unpack_log(pack_log([entry]))[0]
     assert wired == entry
     assert wired.digest == entry.digest
 
@@ -292,7 +276,7 @@ def test_a_round_that_left_everybody_out() -> None:
     before = np.arange(10, dtype=np.int32)
     nothing = FixedUpdate(10, np.zeros(0, np.int64), np.zeros(0, np.int64))
     part = Contribution(b"u" * 32, PEERS[0].text, 0, 0)
-    entry = Entry(4, b"p" * 32, weights_digest(before), step_digest(nothing), 0, (part,))
+    entry = Entry(4, b"p" * 32, weights_digest(before), nothing.digest, 0, (part,))
     after, step = replay(before, entry, [], codec, BLOCK)
     assert np.array_equal(after, before)
     assert step.same_as(nothing)
@@ -322,69 +306,9 @@ entries = st.builds(
 
 @given(st.lists(entries, max_size=5))
 def test_the_digest_of_an_entry_survives_the_wire(log: list[Entry]) -> None:
-    wired = [from_wire_entry(e) for e in unpack_log(pack_log([to_wire_entry(e) for e in log]))]
+    wired = unpack_log(pack_log(log))
     assert wired == log
     assert [e.digest for e in wired] == [e.digest for e in log]
-
-
-def test_genesis_is_round_zero_on_the_wire() -> None:
-    first = genesis("run", BLOCK, b"w" * 32)
-    assert to_wire_entry(first).round == 0
-    assert from_wire_entry(to_wire_entry(first)) == first
-
-
-def test_an_entry_of_somebody_who_is_no_peer() -> None:
-    bad = LogEntry(3, b"p" * 32, b"w" * 32, b"s" * 32, 1, 256, ((b"u" * 32, b"x" * 38, 1, 1),))
-    with pytest.raises(Malformed):
-        from_wire_entry(bad)
-    named = Entry(2, b"p" * 32, b"w" * 32, b"s" * 32, 1, (Contribution(b"u" * 32, "p0", 1),))
-    with pytest.raises(Malformed):
-        to_wire_entry(named)
-
-
-# --- votes
-
-
-def vote(**changes: Any) -> Vote:
-    listed = tuple(UpdateRef(bytes([i]) * 32, PEERS[i].text) for i in range(3))
-    return replace(Vote(PEERS[0].text, ROUND, b"b" * 32, ROUND - 1, listed), **changes)
-
-
-def wired_vote(original: Vote) -> SignedVote:
-    return verify_vote(seal_vote(PEERS[0], to_wire_vote(original, RUN, BLOCK)).blob)
-
-
-@pytest.mark.parametrize(
-    "original",
-    [
-        vote(),
-        vote(listed=()),
-        vote(base_round=-1, round=0),
-    ],
-)
-def test_votes_survive_the_wire(original: Vote) -> None:
-    signed = wired_vote(original)
-    assert from_wire_vote(signed) == original
-    assert (signed.vote.run, signed.vote.block) == (RUN, BLOCK)
-    assert signed.vote.base_round == original.base_round + 1
-
-
-def test_a_vote_belongs_to_whoever_signed_it() -> None:
-    signed = seal_vote(PEERS[5], to_wire_vote(vote(), RUN, BLOCK))
-    assert from_wire_vote(signed).voter == PEERS[5].text == peer_text(PEERS[5].peer_id)
-
-
-def test_votes_that_no_honest_replica_sends() -> None:
-    good = to_wire_vote(vote(), RUN, BLOCK)
-    a, b, c = good.listed
-    twins = (a, b[:32] + a[32:])
-    for listed in ((b, a), (a, a), twins, tuple(bytes([i]) * 32 + c[32:] for i in range(17))):
-        with pytest.raises(VoteError):
-            from_wire_vote(seal_vote(PEERS[0], replace(good, listed=listed)))
-    with pytest.raises(VoteError):
-        from_wire_vote(seal_vote(PEERS[0], replace(good, base_round=ROUND + 2)))
-    with pytest.raises(Malformed):
-        from_wire_vote(seal_vote(PEERS[0], replace(good, listed=(b"x" * 70,))))
 
 
 # --- snapshots

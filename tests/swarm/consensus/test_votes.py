@@ -5,20 +5,11 @@ from __future__ import annotations
 import random
 from dataclasses import replace
 
-import pytest
 from hypothesis import given
 from hypothesis import strategies as st
 
-from protocol.limits import DECLINED_PER_VOTE
-from swarm.consensus.votes import (
-    Ballot,
-    Reason,
-    UpdateRef,
-    Vote,
-    VoteError,
-    agreed_set,
-    checked_vote,
-)
+from protocol.votes import Reason, UpdateRef, Vote
+from swarm.consensus.votes import Ballot, agreed_set
 
 BASE = bytes(32)
 
@@ -76,33 +67,6 @@ def test_two_faced_votes_void_each_other() -> None:
 def test_one_update_per_sender() -> None:
     twins = (UpdateRef(b"a" * 32, "p"), UpdateRef(b"b" * 32, "p"))
     assert agreed_set([Vote("v", 1, BASE, 0, twins)]) == twins[:1]
-
-
-@pytest.mark.parametrize(
-    "bad",
-    [
-        replace(vote(0, 1), listed=(ref(2), ref(1))),
-        replace(vote(0, 1), listed=(ref(1), ref(1))),
-        replace(vote(0, 1), listed=(UpdateRef(b"short", "p"),)),
-        replace(vote(0, 1), listed=(UpdateRef(b"a" * 32, "p"), UpdateRef(b"b" * 32, "p"))),
-        replace(vote(0), listed=tuple(ref(i) for i in range(17))),
-        replace(vote(0), base=b""),
-        replace(vote(0), base_round=9),
-        replace(vote(0), round=-1),
-    ],
-)
-def test_malformed_votes_are_refused(bad: Vote) -> None:
-    checked_vote(vote(0, 1, 2))
-    with pytest.raises(VoteError):
-        checked_vote(bad)
-
-
-def test_a_vote_declines_each_sender_once_and_only_so_many() -> None:
-    many = tuple((f"p{i:02}", Reason.HARM) for i in range(DECLINED_PER_VOTE))
-    assert checked_vote(replace(vote(0, 1), declined=many)).declined == many
-    for bad in ((*many, ("q", Reason.HARM)), many[::-1], (many[0], ("p00", Reason.FAULT))):
-        with pytest.raises(VoteError):
-            checked_vote(replace(vote(0, 1), declined=bad))
 
 
 def test_reasons_decide_nothing() -> None:

@@ -9,9 +9,10 @@ import pytest
 from hypothesis import given, settings
 from hypothesis import strategies as st
 
+from protocol.log import Contribution, Entry
+from protocol.votes import Vote
 from swarm.consensus.fixed_point import SCALE_ONE
-from swarm.consensus.log import ConsensusLog, Contribution, Entry
-from swarm.consensus.votes import Vote
+from swarm.consensus.log import ConsensusLog
 from swarm.rounds import actions as act
 from swarm.rounds.deadline import DeadlineRules
 from swarm.rounds.round import next_wakeup_s, step

@@ -6,9 +6,10 @@ from dataclasses import replace
 
 import pytest
 
+from protocol.log import Contribution, Entry
+from protocol.votes import Vote
 from swarm.consensus.fixed_point import SCALE_ONE
-from swarm.consensus.log import ConsensusLog, Contribution, Entry
-from swarm.consensus.votes import Vote
+from swarm.consensus.log import ConsensusLog
 from swarm.rounds import actions as act
 from swarm.rounds.round import step
 from swarm.rounds.state import Phase, RoundState

@@ -7,8 +7,9 @@ from dataclasses import replace
 
 import pytest
 
-from swarm.consensus.log import ConsensusLog, Contribution, Entry
-from swarm.consensus.votes import UpdateRef, Vote
+from protocol.log import Contribution, Entry
+from protocol.votes import UpdateRef, Vote
+from swarm.consensus.log import ConsensusLog
 from swarm.rounds import actions as act
 from swarm.rounds.heads import IN_FLIGHT
 from swarm.rounds.round import step
