@@ -16,4 +16,5 @@ run the same code. Of the folders, each may import those above it.
     cost           what it costs to join: memory, bytes, disk
     assignment     which block a host works on
     events         the event log's schema
+    tables         what is wrong with a table, in words
 """
