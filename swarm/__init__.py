@@ -9,6 +9,7 @@ run the same code. Of the folders, each may import those above it.
     rounds/        a round as a pure state machine, from clock to verdict
     simulation/    the same rounds with hundreds of replicas in one process
 
+    tables         dataclasses from tables that a stranger may have written
     run            a run: shape, noise, objective, schedule, checked and frozen
     runfile        the TOML file that names a run
     run_template   its text, explained line by line, and the presets
@@ -16,5 +17,4 @@ run the same code. Of the folders, each may import those above it.
     cost           what it costs to join: memory, bytes, disk
     assignment     which block a host works on
     events         the event log's schema
-    tables         what is wrong with a table, in words
 """
