@@ -8,6 +8,7 @@ run the same code. Of the folders, each may import those above it.
     consensus/     updates as one step, in integers; a block's log; whom to trust
     rounds/        a round as a pure state machine, from clock to verdict
 
+    tables         dataclasses from tables that a stranger may have written
     run            a run: shape, noise, objective, schedule, checked and frozen
     runfile        the TOML file that names a run
     run_template   its text, explained line by line, and the presets

@@ -10,9 +10,10 @@ import dataclasses
 import math
 from dataclasses import dataclass, field
 from statistics import NormalDist
-from typing import Any, Literal, TypeVar, get_args
+from typing import Any, Literal
 
 from protocol.errors import UsageError
+from swarm.tables import from_table
 
 Objective = Literal["bayes", "edm", "plain"]
 Coupling = Literal["independent", "relay", "look_ahead"]
@@ -45,7 +46,6 @@ class ModelShape:
         _within("width", self.width, 8, MAX_WIDTH)
         _within("context", self.context, 2, MAX_CONTEXT)
         _within("heads", self.heads, 1, self.width)
-        _one_of("coupling", self.coupling, get_args(Coupling))
         if self.width % self.heads or (self.width // self.heads) % 2:
             raise UsageError(
                 f"width {self.width} does not split into {self.heads} heads of even size",
@@ -126,8 +126,6 @@ class Training:
     replica_power: float = 0.0  # R replicas of a block train at R ** this times the learning rate
 
     def __post_init__(self) -> None:
-        _one_of("objective", self.objective, get_args(Objective))
-        _one_of("optimizer", self.optimizer, get_args(Optimizer))
         _within("steps", self.steps, 1, 10**9)
         _within("steps_per_round", self.steps_per_round, 1, 10**6)
         _within("short_rounds", self.short_rounds, 0, 10**6)
@@ -221,42 +219,7 @@ class Run:
     @classmethod
     def from_dict(cls, raw: dict[str, Any]) -> Run:
         """The inverse of `to_dict`, for text that a stranger may have written."""
-        if not isinstance(raw, dict):
-            raise UsageError("a run is a table of model, noise, training and seed")
-        unknown = set(raw) - {f.name for f in dataclasses.fields(cls)}
-        if unknown:
-            raise UsageError(f"unknown field in the run: {sorted(map(str, unknown))[0]}")
-        return cls(
-            model=_table(ModelShape, "model", raw.get("model", {})),
-            noise=_table(Noise, "noise", raw.get("noise", {})),
-            training=_table(Training, "training", raw.get("training", {})),
-            seed=_typed("seed", raw.get("seed", 0), int),
-        )
-
-
-_T = TypeVar("_T", ModelShape, Noise, Training)
-
-
-def _table(kind: type[_T], name: str, raw: Any) -> _T:
-    """Build one section, refusing unknown fields and values of another type than the default's."""
-    if not isinstance(raw, dict):
-        raise UsageError(f"[{name}] is not a table")
-    types = {f.name: type(getattr(kind(), f.name)) for f in dataclasses.fields(kind)}
-    values: dict[str, Any] = {}
-    for key, value in raw.items():
-        if key not in types:
-            raise UsageError(f"unknown field in [{name}]: {key!s}")
-        values[key] = _typed(f"{name}.{key}", value, types[key])
-    return kind(**values)
-
-
-def _typed(name: str, value: Any, kind: type) -> Any:
-    if kind is float and isinstance(value, int) and not isinstance(value, bool):
-        # An integer may be longer than any float; it is then refused as not finite.
-        return float(value) if abs(value) < 2**1023 else math.inf
-    if not isinstance(value, kind) or (kind is int and isinstance(value, bool)):
-        raise UsageError(f"{name} must be of type {kind.__name__}, not {type(value).__name__}")
-    return value
+        return from_table(cls, raw, "run")
 
 
 def _within(name: str, value: int, low: int, high: int) -> None:
@@ -269,8 +232,3 @@ def _finite(name: str, value: float, low: float = -math.inf, high: float = math.
         wanted = "a finite number" + (" above 0" if low == 0.0 else "")
         wanted += f", at most {high:g}" if math.isfinite(high) else ""
         raise UsageError(f"{name} is {value}; it must be {wanted}")
-
-
-def _one_of(name: str, value: str, allowed: tuple[str, ...]) -> None:
-    if value not in allowed:
-        raise UsageError(f"{name} is {value!r}; it must be one of {', '.join(allowed)}")

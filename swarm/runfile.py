@@ -16,8 +16,8 @@ from __future__ import annotations
 import re
 import tomllib
 from collections.abc import Collection, Mapping
-from dataclasses import dataclass, fields, replace
-from typing import Any, Literal, TypeVar, get_args, get_origin, get_type_hints
+from dataclasses import dataclass, fields, is_dataclass, replace
+from typing import Any, Literal, get_type_hints
 
 from protocol.codec import MAX_SIZE, CodecSpec
 from protocol.errors import UsageError
@@ -28,6 +28,7 @@ from swarm.cost import block_parameters, worker_memory_bytes
 from swarm.rounds.deadline import DeadlineRules
 from swarm.rounds.state import RoundRules
 from swarm.run import ModelShape, Noise, Run, Training
+from swarm.tables import from_table
 
 FORMAT = 1
 MAX_TEXT_BYTES = PAYLOAD_MAX_BYTES[Kind.RUN_REPLY]
@@ -68,8 +69,6 @@ class DataRules:
     sha256: str  # of the corpus; "" if it need not be equal everywhere
 
     def __post_init__(self) -> None:
-        if self.spec not in get_args(DataName):
-            raise RunFileError(f"data.spec must be one of {', '.join(get_args(DataName))}")
         if self.sha256 and not re.fullmatch(r"[0-9a-f]{64}", self.sha256):
             raise RunFileError('data.sha256 must be 64 lowercase hex digits, or ""')
         if self.sha256 and self.spec == "own":
@@ -213,6 +212,26 @@ class RunFile:
         return self.codecs.densest.max_bytes(self.parameters(block))
 
 
+@dataclass(frozen=True)
+class _Tables:
+    """A run file as it is written."""
+
+    format: int
+    name: str
+    seed: int
+    model: ModelShape
+    noise: Noise
+    training: Training
+    data: DataRules
+    rounds: RoundSchedule
+    exchange: ExchangeRules
+
+
+SECTIONS = {name: kind for name, kind in get_type_hints(_Tables).items() if is_dataclass(kind)}
+DERIVED = {"steps"}
+LATER = {"training": LATER_TRAINING, "exchange": LATER_EXCHANGE}  # these may be missing
+
+
 def run_id(text: bytes) -> bytes:
     """The name of a run: the digest of its file's exact bytes."""
     return content_digest(text)
@@ -271,66 +290,29 @@ def _read(raw: dict[str, Any]) -> RunFile:
         raise RunFileError(
             f"this run needs a newer blockswarm (format above {FORMAT})", "upgrade blockswarm"
         )
-    sections = ("model", "noise", "training", "data", "rounds", "exchange")
-    _expect("the run file", raw, ("format", "name", "seed", *sections))
-    if _typed("format", version, int) != FORMAT:
+    if type(version) is not int or version != FORMAT:
         raise RunFileError(f"format must be {FORMAT}")
-    rounds = _section(RoundSchedule, "rounds", raw)
-    training = _section(Training, "training", raw, derived={"steps": 1}, later=LATER_TRAINING)
-    training = replace(training, steps=scheduled_steps(training, rounds.count))
-    run = Run(
-        model=_section(ModelShape, "model", raw),
-        noise=_section(Noise, "noise", raw),
-        training=training,
-        seed=_typed("seed", raw["seed"], int),
-    )
-    data = _section(DataRules, "data", raw)
-    exchange = _section(ExchangeRules, "exchange", raw, later=LATER_EXCHANGE)
-    return RunFile(_typed("name", raw["name"], str), run, data, rounds, exchange)
-
-
-_T = TypeVar("_T", ModelShape, Noise, Training, DataRules, RoundSchedule, ExchangeRules)
-
-
-def _section(
-    kind: type[_T],
-    name: str,
-    raw: Mapping[str, Any],
-    derived: Mapping[str, Any] | None = None,
-    later: Mapping[str, Any] | None = None,
-) -> _T:
-    """One section, with exactly the fields of its dataclass but for the derived ones.
-
-    `later` fields may be missing; the values are what they are then.
-    """
-    table, known = raw[name], derived or {}
-    if not isinstance(table, dict):
-        raise RunFileError(f"{name} is not a section; write [{name}]")
-    table = {**(later or {}), **table}
-    _expect(f"[{name}]", table, [f.name for f in fields(kind) if f.name not in known])
-    hints = get_type_hints(kind)
-    values = {key: _typed(f"{name}.{key}", value, hints[key]) for key, value in table.items()}
-    return kind(**values, **known)
+    _expect("the run file", raw, [field.name for field in fields(_Tables)])
+    for name, kind in SECTIONS.items():
+        if not isinstance(raw[name], dict):
+            raise RunFileError(f"{name} is not a section; write [{name}]")
+        raw[name] = {**LATER.get(name, {}), **raw[name]}
+        _expect(f"[{name}]", raw[name], [f.name for f in fields(kind) if f.name not in DERIVED])
+    file = from_table(_Tables, raw, "run file")
+    training = replace(file.training, steps=scheduled_steps(file.training, file.rounds.count))
+    run = Run(file.model, file.noise, training, file.seed)
+    return RunFile(file.name, run, file.data, file.rounds, file.exchange)
 
 
 def _expect(where: str, table: Mapping[str, Any], wanted: Collection[str]) -> None:
-    for key in table:
+    for key, value in table.items():
         if key not in wanted:
             raise RunFileError(f"unknown field in {where}: {key[:60]!r}")
+        if type(value) is int and not -(2**63) <= value < 2**63:
+            raise RunFileError(f"{key} in {where} is no 64-bit integer")
     for key in wanted:
         if key not in table:
             raise RunFileError(f"missing in {where}: {key}")
-
-
-def _typed(name: str, value: Any, hint: Any) -> Any:
-    kind = str if get_origin(hint) is Literal else hint
-    if type(value) is int and not -(2**63) <= value < 2**63:
-        raise RunFileError(f"{name} is no 64-bit integer")
-    if kind is float and type(value) is int:
-        return float(value)
-    if type(value) is not kind:
-        raise RunFileError(f"{name} must be of type {kind.__name__}, not {type(value).__name__}")
-    return value
 
 
 def _between(name: str, value: float, low: float, high: float) -> None:

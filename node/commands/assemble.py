@@ -19,7 +19,8 @@ import click
 
 from node.commands.light import short_peer
 from node.commands.options import Place, check_addresses
-from node.console.results import Facts, print_evaluation, print_json
+from node.console.amounts import size_words
+from node.console.results import Facts, print_evaluation, print_json, table_lines
 from node.console.terminal import DownloadDisplay, say
 from node.machine.event_loop import run_loop
 from protocol.errors import UsageError
@@ -142,7 +143,7 @@ def print_assembly(facts: Facts) -> None:
     if "ce_nats" in facts:
         print_evaluation(facts)
     received = facts["traffic"]["received_bytes"]
-    print(f"{received / 1e6:.2f} MB received")
+    print(f"{size_words(received)} received")
     print(f"model folder: {facts['model']}")
     print(f'let it write: blockswarm generate {shlex.quote(facts["model"])} --prompt "..."')
 
@@ -246,39 +247,42 @@ def print_status(found: RunStatus) -> None:
     print(f"run {found.name} ({found.run[:16]})  round {number} of {found.rounds}{over}")
     print(
         f"{facts['live']} live replicas of {len(found.blocks)} blocks, {facts['peers']} known; "
-        f"their updates of this round: {facts['update_bytes'] / 1e3:.0f} kB"
+        f"their updates of this round: {size_words(facts['update_bytes'])}"
     )
-    print()
-    print("block  live  round      CE  own CE  consensus     agree  update kB  behind by rounds")
+    head = ("block", "live", "round", "CE", "own CE", "consensus", "agree", "update", "behind by")
+    rows = [_block_row(block) for block in found.blocks]
+    print("", *table_lines(head, rows, left=("consensus", "behind by")), "", sep="\n")
     for block in found.blocks:
-        print(_block_line(block))
-    print()
+        for words, peers in _out_of_the_last_round(block):
+            print(f"block {block.block}, {words} {', '.join(map(short_peer, peers))}")
     for warning in found.warnings:
         print(f"warning: {warning}")
 
 
-def _block_line(block: BlockStatus) -> str:
-    behind = [f"{short_peer(r.peer)} ({r.behind_rounds})" for r in block.replicas if not r.live]
-    ce, own = (
-        "-" if nats is None else f"{nats:.3f}" for nats in (block.ce_nats, block.own_ce_nats)
-    )
+def _block_row(block: BlockStatus) -> tuple[str, ...]:
+    behind = [
+        f"{short_peer(r.peer)} ({r.behind_rounds} rounds)" for r in block.replicas if not r.live
+    ]
     sizes = [r.update_bytes for r in block.replicas if r.live and r.update_bytes]
-    update = f"{sum(sizes) / len(sizes) / 1e3:.1f}" if sizes else "-"
-    number = block.consensus_round if block.consensus_round >= 0 else "-"
-    agree = f"{block.agree}/{len(block.replicas)}" if block.replicas else "-"
-    line = (
-        f"{block.block:>5}  {block.live:>4}  {number:>5}  {ce:>6}  {own:>6}  "
-        f"{block.consensus[:12] or '-':<12}  {agree:>5}  "
-        f"{update:>9}  {', '.join(behind) or '-'}"
+    return (
+        str(block.block),
+        str(block.live),
+        str(block.consensus_round) if block.consensus_round >= 0 else "-",
+        *("-" if nats is None else f"{nats:.3f}" for nats in (block.ce_nats, block.own_ce_nats)),
+        block.consensus[:12] or "-",
+        f"{block.agree}/{len(block.replicas)}" if block.replicas else "-",
+        size_words(sum(sizes) / len(sizes)) if sizes else "-",
+        ", ".join(behind) or "-",
     )
+
+
+def _out_of_the_last_round(block: BlockStatus) -> list[tuple[str, tuple[str, ...]]]:
     last = block.last
-    for words, peers in (
-        ("left out", last.left_out if last else ()),
-        ("without an update of", last.absent if last else ()),
-    ):
-        if last is not None and peers:
-            line += f"\n       round {last.round} {words} {', '.join(map(short_peer, peers))}"
-    return line
+    if last is None:
+        return []
+    round_ = f"round {last.round}"
+    found = [(f"{round_} left out", last.left_out), (f"{round_} without an update of", last.absent)]
+    return [(words, peers) for words, peers in found if peers]
 
 
 assemble_commands = (assemble, status)

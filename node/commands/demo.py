@@ -8,6 +8,7 @@ from typing import TYPE_CHECKING, Any
 import click
 
 from node.commands.options import Place
+from node.console.amounts import duration_words, size_words
 from node.console.results import print_json
 from node.console.terminal import say
 
@@ -111,11 +112,11 @@ def _print(found: dict[str, Any]) -> None:
             f"  {host['name']:<9} block {host['block']}  {host['steps']:>4} steps  "
             f"own {own}  consensus {consensus}"
         )
-    print(f"moved {moved / 1e6:.2f} MB among {found['workers']} hosts, every frame counted once")
+    print(f"moved {size_words(moved)} among {found['workers']} hosts, every frame counted once")
     for purpose, count in sorted(found["bytes_by_purpose"].items(), key=lambda item: -item[1]):
-        print(f"  {purpose:<10} {count / 1e6:8.3f} MB")
+        print(f"  {purpose:<10} {size_words(count):>10}")
     if gained > 0:
         print(f"GB per nat: {moved / 1e9 / gained:.5f}")
     print(f"updates included: {found['updates_included']} of {found['updates_sent']}")
-    print(f"{found['seconds']:.0f} seconds; model {found['model']}, report {found['report']}")
+    print(f"{duration_words(found['seconds'])}; model {found['model']}, report {found['report']}")
     print(f"\na text it wrote:\n{found['text']}")

@@ -13,6 +13,7 @@ from typing import TYPE_CHECKING
 import click
 
 from node.commands.options import Place
+from node.console.amounts import duration_words, size_words
 from protocol.errors import UsageError
 from swarm.run_template import PRESETS, Wishes, emit, preset
 
@@ -108,11 +109,12 @@ def summary(runfile: RunFile) -> str:
     hosts = runfile.exchange.min_replicas
     days = rounds.count * rounds.period_s / 86400.0
     moved_gb = expected_gb_per_day(runfile, hosts) * min(days, 1.0)
+    memory, moved = size_words(worker_memory_bytes(runfile)), size_words(moved_gb * 1e9)
     return (
         f"{total / 1e6:.1f} million parameters in {shape.blocks} blocks, {rounds.count} rounds of "
-        f"{rounds.period_s:g} s, {_duration(rounds.count * rounds.period_s)} in all. A host needs "
-        f"up to {worker_memory_bytes(runfile) / 1e9:.1f} GB of memory; with {hosts} hosts on each "
-        f"block it moves up to {moved_gb:.2g} GB {'per day' if days > 1 else 'in all'}, both ways"
+        f"{rounds.period_s:g} s, {duration_words(rounds.count * rounds.period_s)} in all. A host "
+        f"needs up to {memory} of memory; with {hosts} hosts on each "
+        f"block it moves up to {moved} {'per day' if days > 1 else 'in all'}, both ways"
     )
 
 
@@ -128,13 +130,6 @@ def sparse_warning(runfile: RunFile) -> list[str]:
         f"{ENOUGH_COVERAGE:g} the consensus lags behind its hosts;",
         "  make the run longer (--hours), or allow more bytes (--gb-per-day)",
     ]
-
-
-def _duration(seconds: float) -> str:
-    for unit, size in (("days", 86400.0), ("hours", 3600.0)):
-        if seconds >= 2 * size:
-            return f"{seconds / size:.0f} {unit}"
-    return f"{seconds / 60:.0f} minutes"
 
 
 operator_commands = (init,)

@@ -17,7 +17,7 @@ from typing import TypeVar
 import click
 
 from node.commands.options import FiniteRange
-from node.console.results import Facts, print_json
+from node.console.results import Facts, print_json, table_lines
 from node.console.terminal import say
 from protocol import records
 from protocol.admission import select
@@ -185,7 +185,7 @@ def print_survey(facts: Facts) -> None:
     print(f"round  {facts['round']}")
     print(f"peers  {len(facts['peers'])}")
     if facts["peers"]:
-        _print_table(facts["peers"])
+        print("", *_peer_lines(facts["peers"]), "", sep="\n")
     if facts["refused"]:
         reasons = ", ".join(f"{count} {reason}" for reason, count in facts["refused"].items())
         print(f"refused records: {reasons}")
@@ -193,27 +193,21 @@ def print_survey(facts: Facts) -> None:
         say(f"this peer's clock and ours are {abs(facts['clock_offset_s']):.0f} s apart")
 
 
-def _print_table(peers: list[Facts]) -> None:
-    header = ("peer", "role", "block", "round", "consensus", "expires in", "addresses")
-    rows = [header]
-    for peer in peers:
-        rows.append(
-            (
-                short_peer(peer["peer"]),
-                "+".join(peer["roles"]) or "-",
-                "-" if peer["block"] is None else str(peer["block"]),
-                str(peer["round"]),
-                peer["consensus"][:12] or "-",
-                f"{max(0, math.floor(peer['expires_in_s']))} s",
-                " ".join(peer["addresses"]) or "-",
-            )
+def _peer_lines(peers: list[Facts]) -> list[str]:
+    head = ("peer", "role", "block", "round", "consensus", "expires in", "addresses")
+    rows = [
+        (
+            short_peer(peer["peer"]),
+            "+".join(peer["roles"]) or "-",
+            "-" if peer["block"] is None else str(peer["block"]),
+            str(peer["round"]),
+            peer["consensus"][:12] or "-",
+            f"{max(0, math.floor(peer['expires_in_s']))} s",
+            " ".join(peer["addresses"]) or "-",
         )
-    widths = [max(map(len, column)) for column in zip(*rows, strict=True)]
-    print()
-    for row in rows:
-        line = "  ".join(cell.ljust(width) for cell, width in zip(row, widths, strict=True))
-        print(line.rstrip())
-    print()
+        for peer in peers
+    ]
+    return table_lines(head, rows, left=("peer", "role", "consensus", "addresses"))
 
 
 def short_peer(peer: str) -> str:

@@ -15,6 +15,7 @@ from typing import TYPE_CHECKING, Any
 import click
 
 from node.commands.options import Place
+from node.console.amounts import size_words
 from node.console.results import print_json
 from node.console.terminal import say
 from node.host.home import make
@@ -312,7 +313,7 @@ def _plain(text: str) -> str:
 
 
 def _print(reports: Sequence[RunReport], written: Sequence[str]) -> None:
-    from node.report.html import gb, number, size
+    from node.report.html import gb, number
 
     for one in reports:
         hosts = sum(host.logged for host in one.hosts)
@@ -321,7 +322,7 @@ def _print(reports: Sequence[RunReport], written: Sequence[str]) -> None:
         own = number(one.last_own_ce_nats)
         print(f"  CE of the consensus {first} -> {last} nats per byte, mean of the blocks")
         print(f"  CE of the hosts' own weights at the end {own}")
-        print(f"  moved {size(one.moved_bytes)} ({one.counting}: {one.counting_reason})")
+        print(f"  moved {size_words(one.moved_bytes)} ({one.counting}: {one.counting_reason})")
         print(
             f"  GB per nat {gb(one.gb_per_nat)} since the first measurement, "
             f"{gb(one.gb_per_nat_from_uniform)} since guessing"

@@ -1,6 +1,7 @@
 """What a person at a terminal sees.
 
 terminal    progress that moves, or plain lines; errors; bytes
+amounts     sizes and durations in words
 progress    what a run in progress tells whoever watches it
-results     results as text and as JSON
+results     results as text, as tables and as JSON
 """

@@ -7,7 +7,10 @@ from __future__ import annotations
 
 import json
 import math
+from collections.abc import Collection, Sequence
 from typing import TYPE_CHECKING, Any
+
+from node.console.amounts import duration_words, size_words
 
 if TYPE_CHECKING:
     from node.data.corpus import Corpus
@@ -21,15 +24,29 @@ def print_json(facts: Facts) -> None:
     print(json.dumps(facts), flush=True)
 
 
+def table_lines(
+    head: Sequence[str], rows: Sequence[Sequence[str]], left: Collection[str] = ()
+) -> list[str]:
+    """Columns as wide as what is in them; those that `left` names begin at the left."""
+    widths = [max(map(len, column)) for column in zip(head, *rows, strict=True)]
+    return [
+        "  ".join(
+            cell.ljust(width) if name in left else cell.rjust(width)
+            for name, cell, width in zip(head, row, widths, strict=True)
+        ).rstrip()
+        for row in (head, *rows)
+    ]
+
+
 def plan_line(run: Run, corpus: Corpus, device: str, steps_done: int) -> str:
     shape, training = run.model, run.training
-    seen_mb = training.steps * training.batch * shape.context / 1e6
+    seen_bytes = training.steps * training.batch * shape.context
     resumed = f"; going on at step {steps_done}" if steps_done else ""
     return (
         f"{shape.blocks} x {shape.layers} layers, width {shape.width}, "
         f"{shape.coupling}, {training.objective}, "
         f"sigma {run.noise.sigma_min:g} to {run.noise.sigma_max:g}; "
-        f"{seen_mb:.3g} MB of {corpus.name} for each block, on {device}{resumed}"
+        f"{size_words(seen_bytes)} of {corpus.name} for each block, on {device}{resumed}"
     )
 
 
@@ -47,9 +64,8 @@ def evaluation_facts(result: Evaluation, split: str, corpus: Corpus) -> Facts:
 
 
 def print_training(facts: Facts) -> None:
-    minutes, seconds = divmod(round(facts["seconds"]), 60)
     print(
-        f"trained in {minutes} min {seconds:02d} s: "
+        f"trained in {duration_words(facts['seconds'])}: "
         f"CE {facts['ce_before_nats']:.3f} -> {facts['ce_nats']:.3f} nats per byte"
     )
     print_evaluation(facts)
@@ -72,13 +88,17 @@ def _shown(perplexity: float | None) -> str:
 
 
 def print_probe(facts: Facts) -> None:
-    print("block  sigma             teacher-forced CE  honest CE  difference")
-    for row in facts["rows"]:
-        sigma = f"{row['sigma_low']:.3f} to {row['sigma_high']:.3f}"
-        print(
-            f"{row['block']:>5}  {sigma:<16}  {row['teacher_forced_ce_nats']:17.4f}"
-            f"  {row['honest_ce_nats']:9.4f}  {row['leak_nats']:10.4f}"
+    head = ("block", "sigma", "teacher-forced CE", "honest CE", "difference")
+    rows = [
+        (
+            str(row["block"]),
+            f"{row['sigma_low']:.3f} to {row['sigma_high']:.3f}",
+            *(f"{row[ce]:.4f}" for ce in ("teacher_forced_ce_nats", "honest_ce_nats", "leak_nats")),
         )
+        for row in facts["rows"]
+    ]
+    for line in table_lines(head, rows, left=("sigma",)):
+        print(line)
     leaking = ", ".join(map(str, facts["leaking_blocks"]))
     verdict = (
         f"these blocks read their target: {leaking}" if leaking else "no block reads its target"

@@ -15,8 +15,9 @@ from collections.abc import Callable, Iterator
 from contextlib import contextmanager
 from threading import RLock
 from types import FrameType
-from typing import TYPE_CHECKING, Any
+from typing import TYPE_CHECKING, Any, Self
 
+from node.console.amounts import duration_words, size_words
 from node.console.progress import Progress
 from protocol.errors import BlockswarmError
 
@@ -47,21 +48,6 @@ def one_line(text: str, collapse: bool = True) -> str:
     """Names of files are in messages, and a name can hold anything."""
     text = " ".join(text.split()) if collapse else text
     return "".join(c if c.isprintable() else "�" for c in text)
-
-
-def format_rate(bytes_per_s: float) -> str:
-    for unit, size in (("MB/s", 1e6), ("kB/s", 1e3)):
-        if bytes_per_s >= size:
-            return f"{bytes_per_s / size:.1f} {unit}"
-    return f"{bytes_per_s:.0f} B/s"
-
-
-def format_left(seconds: float) -> str:
-    minutes, rest = divmod(round(seconds), 60)
-    hours, minutes = divmod(minutes, 60)
-    if hours:
-        return f"{hours} h {minutes:02d} min left"
-    return f"{minutes} min {rest:02d} s left" if minutes else f"{rest} s left"
 
 
 def on_terminal() -> bool:
@@ -113,68 +99,31 @@ class LiveLine:
 _live: LiveLine | None = None
 
 
-class TrainingDisplay:
-    """A progress bar on a terminal; a line every few seconds in a log."""
-
-    def __init__(self) -> None:
-        self.bar = _new_bar("training", "{task.completed}/{task.total}") if on_terminal() else None
-        self.task = self.bar.add_task("", total=None, state="") if self.bar else None
-        self.last_line_s = -PLAIN_LINE_EVERY_S
-
-    def __call__(self, progress: Progress) -> None:
-        ce = "" if progress.valid_ce_nats is None else f"CE {progress.valid_ce_nats:.3f}  "
-        over = progress.step == progress.steps
-        left = "measuring the result" if over else format_left(progress.left_s)
-        state = f"{ce}loss {progress.loss_nats:.3f}  {format_rate(progress.bytes_per_s)}  {left}"
-        if self.bar is not None and self.task is not None:
-            self.bar.update(self.task, completed=progress.step, total=progress.steps, state=state)
-            return
-        now = time.monotonic()
-        if now - self.last_line_s >= PLAIN_LINE_EVERY_S or over:
-            self.last_line_s = now
-            say(f"step {progress.step}/{progress.steps}  {state}")
-
-    def __enter__(self) -> TrainingDisplay:
-        if self.bar is not None:
-            self.bar.start()
-        return self
-
-    def __exit__(self, *_: object) -> None:
-        if self.bar is not None:
-            self.bar.stop()
-
-
-class DownloadDisplay:
-    """Follows `node.data.download`: nothing at all if nothing has to be downloaded."""
+class _Display:
+    """A progress bar on a terminal, a line every few seconds in a log; nothing before `show`."""
 
     def __init__(self) -> None:
         self.bar: Bar | None = None
         self.task: Any = None
         self.last_line_s = -PLAIN_LINE_EVERY_S
 
-    def __call__(self, what: str, done_bytes: int, total_bytes: int) -> None:
-        state = f"{done_bytes / 1e6:.1f} of {total_bytes / 1e6:.1f} MB"
-        if not total_bytes:
-            state = f"{done_bytes / 1e6:.1f} MB"
+    def show(self, what: str, done: int, total: int, state: str) -> None:
+        """`total` 0: not known."""
         if on_terminal():
             if self.bar is None:
-                self.bar = _new_bar("{task.description}")
+                self.bar = _new_bar()
                 self.task = self.bar.add_task(what, total=None, state="")
                 self.bar.start()
             self.bar.update(
-                self.task,
-                description=what,
-                completed=done_bytes,
-                total=total_bytes or None,
-                state=state,
+                self.task, description=what, completed=done, total=total or None, state=state
             )
             return
         now = time.monotonic()
-        if now - self.last_line_s >= PLAIN_LINE_EVERY_S or done_bytes == total_bytes:
+        if now - self.last_line_s >= PLAIN_LINE_EVERY_S or done == total:
             self.last_line_s = now
             say(f"{what}  {state}")
 
-    def __enter__(self) -> DownloadDisplay:
+    def __enter__(self) -> Self:
         return self
 
     def __exit__(self, *_: object) -> None:
@@ -182,13 +131,33 @@ class DownloadDisplay:
             self.bar.stop()
 
 
-def _new_bar(title: str, count: str = "") -> Bar:
+class TrainingDisplay(_Display):
+    """Follows `node.local.training`."""
+
+    def __call__(self, progress: Progress) -> None:
+        ce = "" if progress.valid_ce_nats is None else f"CE {progress.valid_ce_nats:.3f}  "
+        over = progress.step == progress.steps
+        left = "measuring the result" if over else f"{duration_words(progress.left_s)} left"
+        rate = f"{size_words(progress.bytes_per_s)}/s"
+        state = f"{ce}loss {progress.loss_nats:.3f}  {rate}  {left}"
+        what = f"step {progress.step}/{progress.steps}"
+        self.show(what, progress.step, progress.steps, state)
+
+
+class DownloadDisplay(_Display):
+    """Follows `node.data.download`: nothing at all if nothing has to be downloaded."""
+
+    def __call__(self, what: str, done_bytes: int, total_bytes: int) -> None:
+        of = f" of {size_words(total_bytes)}" if total_bytes else ""
+        self.show(what, done_bytes, total_bytes, size_words(done_bytes) + of)
+
+
+def _new_bar() -> Bar:
     from rich.console import Console
     from rich.progress import BarColumn, TextColumn
     from rich.progress import Progress as Bar
 
-    columns = [TextColumn(title), BarColumn(bar_width=24)]
-    columns += [TextColumn(count)] if count else []
+    columns = TextColumn("{task.description}"), BarColumn(bar_width=24)
     return Bar(*columns, TextColumn("{task.fields[state]}"), console=Console(stderr=True))
 
 

@@ -8,18 +8,18 @@ The cache, by default `$XDG_CACHE_HOME/blockswarm` or `~/.cache/blockswarm`:
 
     wikitext-2/lock                          held while one process fetches; others wait
     wikitext-2/wikitext-2-raw-v1.zip.part    what has arrived so far
-    wikitext-2/wikitext-2-raw-v1.zip.tag     the server's name for that version of the file
     wikitext-2/wikitext-2-raw-v1.zip         complete and verified, or put there by hand
     wikitext-2/text/                         the unpacked splits and receipt.json; appears at once
 
 Both archives are pinned by the sha256 of the original release, so it does not matter which
-mirror they come from. WikiText is licensed CC BY-SA; it is never part of this repository.
+mirror they come from, nor whether what arrived in several parts was always of one version: what
+does not have that hash is thrown away. WikiText is licensed CC BY-SA; it is never part of this
+repository.
 """
 
 from __future__ import annotations
 
 import contextlib
-import errno
 import fcntl
 import hashlib
 import http.client
@@ -27,12 +27,10 @@ import json
 import os
 import re
 import shutil
-import struct
 import time
 import urllib.error
 import urllib.request
 import zipfile
-import zlib
 from collections.abc import Callable, Iterator
 from dataclasses import dataclass
 from pathlib import Path
@@ -47,30 +45,14 @@ TIMEOUT_S = 30.0
 RETRY_PAUSES_S = (1.0, 3.0, 10.0)
 MAX_ATTEMPTS = 50
 RECEIPT = "receipt.json"
-ZIP_DAMAGE = (
-    zipfile.BadZipFile,
-    zlib.error,
-    struct.error,
-    EOFError,
-    LookupError,
-    OSError,
-    RuntimeError,  # encrypted; also its child NotImplementedError
-    ValueError,
-)
-"""What zipfile raises for archives that are damaged, encrypted or of an unknown kind."""
 
 
 @dataclass(frozen=True)
 class Member:
-    """A file that we want out of an archive. Nothing larger than `max_bytes` is unpacked.
-
-    `sha256` is empty where no hash of the unpacked file is known to us: then the archive's own
-    hash vouches for it, and the hash found when unpacking is recorded in the receipt.
-    """
+    """A file that we want out of an archive. Nothing larger than `max_bytes` is unpacked."""
 
     file_name: str
     max_bytes: int
-    sha256: str = ""
 
 
 @dataclass(frozen=True)
@@ -94,21 +76,9 @@ WIKITEXT_2 = Archive(
     size_bytes=4_721_645,
     sha256="ef7edb566e3e2b2d31b29c1fdb0c89a4cc683597484c3dc2517919c615435a11",
     members=(
-        Member(
-            "wiki.train.raw",
-            10_940_747,
-            "6707892fa3788b5ab9ed78ab5ff37d9fe825f6011a2ad4fcd6a6d467f0e7da57",
-        ),
-        Member(
-            "wiki.valid.raw",
-            1_146_846,
-            "4cd0f6876d07a413aa911261ff6d363c72d757d47f0fdd6015702014c89cb9c7",
-        ),
-        Member(
-            "wiki.test.raw",
-            1_290_590,
-            "173c87a53759e0201f33e0ccf978e510c2042d7f2cb78229d9a50d79b9e7dd08",
-        ),
+        Member("wiki.train.raw", 10_940_747),
+        Member("wiki.valid.raw", 1_146_846),
+        Member("wiki.test.raw", 1_290_590),
     ),
 )
 
@@ -130,6 +100,10 @@ WIKITEXT_103 = Archive(
 
 class _CutOff(Exception):
     """The transfer stopped for a reason that may pass; what has arrived is kept."""
+
+
+class _Refused(Exception):
+    """What the server offers is not the archive; asking again will not help."""
 
 
 def silent(what: str, done_bytes: int, total_bytes: int) -> None:
@@ -191,12 +165,36 @@ def download(
     archive: Archive, target: Path, progress: Progress, pause: Callable[[float], None]
 ) -> None:
     """Bring `archive` to `target`, resuming what is there, and verify it before the rename."""
-    part, tag = _part(target), _tag(target)
+    part = _part(target)
+    try:
+        in_one_piece = _complete(archive, part, progress, pause)
+        if not in_one_piece and sha256_file(part) != archive.sha256:
+            # Parts of two versions may have been joined: take it once more from the start.
+            part.unlink()
+            _complete(archive, part, progress, pause)
+        if sha256_file(part) != archive.sha256:
+            part.unlink()
+            raise _Refused("its sha256 is not that of the original release")
+    except _Refused as refused:
+        raise DataError(
+            f"cannot download {archive.name}: {refused}",
+            "give your own text with --data PATH, or --data python, which needs no download; or "
+            f"put {archive.url} (sha256 {archive.sha256}) by hand at {target}",
+        ) from refused.__cause__
+    with part.open("rb") as file:
+        os.fsync(file.fileno())
+    part.replace(target)
+
+
+def _complete(
+    archive: Archive, part: Path, progress: Progress, pause: Callable[[float], None]
+) -> bool:
+    """Ask until `part` is as long as the archive. True if one request brought all of it."""
     idle_attempts, received = 0, False
     for _ in range(MAX_ATTEMPTS):
         size_before = _size(part)
         try:
-            resumed = _transfer(archive, target, progress)
+            return _transfer(archive, part, progress)
         except _CutOff as cut:
             gained = _size(part) > size_before
             dropped = size_before > 0 and _size(part) == 0  # the server could not resume it
@@ -204,40 +202,26 @@ def download(
             idle_attempts = 0 if gained else idle_attempts + 1
             # Where nothing ever arrived there is most likely no network: say so at once.
             if not received or idle_attempts > len(RETRY_PAUSES_S):
-                raise _unavailable(archive, target, str(cut)) from cut.__cause__
+                raise _Refused(str(cut)) from cut.__cause__
             pause(RETRY_PAUSES_S[max(0, idle_attempts - 1)])
-            continue
-        if sha256_file(part) == archive.sha256:
-            with part.open("rb") as file:
-                os.fsync(file.fileno())
-            part.replace(target)
-            tag.unlink(missing_ok=True)
-            return
-        part.unlink()
-        if not resumed:
-            raise _unavailable(archive, target, "its sha256 is not that of the original release")
-        # Two versions of the file may have been joined by a server that ignores If-Range: take
-        # it once more from the start.
-    raise _unavailable(archive, target, f"gave up after {MAX_ATTEMPTS} attempts")
+    raise _Refused(f"gave up after {MAX_ATTEMPTS} attempts")
 
 
-def _transfer(archive: Archive, target: Path, progress: Progress) -> bool:
-    """One request. True if the file that is now complete was put together from several."""
-    part, size_bytes = _part(target), archive.size_bytes
+def _transfer(archive: Archive, part: Path, progress: Progress) -> bool:
+    """One request. True if it brought the whole file, False if it brought the end of it."""
+    size_bytes = archive.size_bytes
     have = _size(part)
     if have == size_bytes:
-        return True  # killed between the last byte and the rename
+        return False  # killed between the last byte and the rename
     if have > size_bytes:
         part.unlink()
         have = 0
     try:
-        with _request(archive, have, _read_tag(_tag(target))) as response:
+        with _request(archive.url, have) as response:
             resumed = response.status == http.client.PARTIAL_CONTENT
-            _check_length(archive, target, response, have if resumed else 0)
             done = have if resumed else 0
+            _check_length(archive, part, response, done)
             with part.open("ab" if resumed else "wb") as file:
-                if not resumed:
-                    _tag(target).write_text(_version_of(response), encoding="utf-8")
                 while chunk := _receive(response):
                     done += len(chunk)
                     if done > size_bytes:
@@ -249,25 +233,23 @@ def _transfer(archive: Archive, target: Path, progress: Progress) -> bool:
             if error.code == http.client.REQUESTED_RANGE_NOT_SATISFIABLE:
                 part.unlink(missing_ok=True)
             elif error.code not in (408, 429) and error.code < 500:
-                raise _unavailable(archive, target, f"HTTP {error.code} {error.reason}") from error
+                raise _Refused(f"HTTP {error.code} {error.reason}") from error
             raise _CutOff(f"HTTP {error.code} {error.reason}") from error
     if done > size_bytes:
         part.unlink()
-        raise _unavailable(archive, target, f"the server sent more than {size_bytes} bytes")
+        raise _Refused(f"the server sent more than {size_bytes} bytes")
     if done < size_bytes:
         raise _CutOff(f"the connection ended after {done} of {size_bytes} bytes")
-    return resumed
+    return not resumed
 
 
-def _request(archive: Archive, have: int, version: str) -> http.client.HTTPResponse:
+def _request(url: str, have: int) -> http.client.HTTPResponse:
     headers = {"User-Agent": "blockswarm", "Accept-Encoding": "identity"}
     if have:
         headers["Range"] = f"bytes={have}-"
-        if version:
-            headers["If-Range"] = version
-    if not archive.url.startswith(("http://", "https://")):
-        raise DataError(f"{archive.url} is not an http address")
-    request = urllib.request.Request(archive.url, headers=headers)  # noqa: S310
+    if not url.startswith(("http://", "https://")):
+        raise DataError(f"{url} is not an http address")
+    request = urllib.request.Request(url, headers=headers)  # noqa: S310
     try:
         response = urllib.request.urlopen(request, timeout=TIMEOUT_S)  # noqa: S310
     except urllib.error.HTTPError:
@@ -287,7 +269,7 @@ def _receive(response: http.client.HTTPResponse) -> bytes:
 
 
 def _check_length(
-    archive: Archive, target: Path, response: http.client.HTTPResponse, start: int
+    archive: Archive, part: Path, response: http.client.HTTPResponse, start: int
 ) -> None:
     """Refuse a file of another length before it is written, e.g. a hotel's log-in page."""
     if response.status == http.client.PARTIAL_CONTENT:
@@ -295,73 +277,35 @@ def _check_length(
             r"bytes (\d{1,15})-\d{1,15}/(\d{1,15}|\*)", response.headers.get("Content-Range", "")
         )
         if found is None or int(found[1]) != start:
-            _part(target).unlink(missing_ok=True)
+            part.unlink(missing_ok=True)
             raise _CutOff("the server answered with another range than the one asked for")
         offered = found[2]
     elif response.status == http.client.OK:
         offered = response.headers.get("Content-Length", "*")
     else:
-        raise _unavailable(archive, target, f"HTTP {response.status}")
+        raise _Refused(f"HTTP {response.status}")
     if offered not in ("*", str(archive.size_bytes)):
-        _part(target).unlink(missing_ok=True)
-        raise _unavailable(
-            archive,
-            target,
-            f"the server offers {offered[:20]} bytes instead of {archive.size_bytes}",
-        )
-
-
-def _version_of(response: http.client.HTTPResponse) -> str:
-    """What to put into If-Range later. A weak ETag does not promise equal bytes."""
-    etag = response.headers.get("ETag", "")
-    if etag and not etag.startswith("W/"):
-        return etag
-    return response.headers.get("Last-Modified", "")
-
-
-def _read_tag(path: Path) -> str:
-    try:
-        tag = path.read_text(encoding="ascii")
-    except (OSError, UnicodeDecodeError):
-        return ""
-    return tag if len(tag) <= 256 and tag.isprintable() else ""
-
-
-def _unavailable(archive: Archive, target: Path, reason: str) -> DataError:
-    return DataError(
-        f"cannot download {archive.name}: {reason}",
-        "give your own text with --data PATH, or --data python, which needs no download; or put "
-        f"{archive.url} (sha256 {archive.sha256}) by hand at {target}",
-    )
+        part.unlink(missing_ok=True)
+        raise _Refused(f"the server offers {offered[:20]} bytes instead of {archive.size_bytes}")
 
 
 def unpack(archive: Archive, packed: Path, folder: Path) -> None:
-    """Unpack the wanted members into `folder`, which appears by one rename.
+    """Unpack the wanted members of a verified archive into `folder`, which appears by one rename.
 
     Paths inside the archive are never used as paths: a member is found by the last part of its
-    name and written under the name that we gave it. Sizes are limited while bytes are written,
-    whatever the archive's directory claims.
+    name and written under the name that we gave it. The receipt has the hash of each, by which
+    later starts know that nobody altered it.
     """
     partial = folder.with_name(folder.name + ".partial")
     if partial.exists():
         shutil.rmtree(partial)
     partial.mkdir(parents=True)
-    receipt: dict[str, str] = {}
     try:
         with zipfile.ZipFile(packed) as source:
-            for member in archive.members:
-                receipt[member.file_name] = _unpack_member(source, member, partial)
+            receipt = {m.file_name: _unpack_member(source, m, partial) for m in archive.members}
     except DataError:
         shutil.rmtree(partial)
         raise
-    except ZIP_DAMAGE as error:
-        # zipfile seeks to negative offsets if told so; any other OSError is the disk's.
-        if isinstance(error, OSError) and error.errno != errno.EINVAL:
-            raise
-        shutil.rmtree(partial)
-        raise DataError(
-            f"{packed} is not a usable zip file: {error}", "remove it and try again"
-        ) from error
     (partial / RECEIPT).write_text(json.dumps(receipt, indent=1), encoding="utf-8")
     partial.replace(folder)
 
@@ -370,21 +314,14 @@ def _unpack_member(source: zipfile.ZipFile, member: Member, folder: Path) -> str
     found = [i for i in source.infolist() if i.filename.rsplit("/", 1)[-1] == member.file_name]
     if len(found) != 1:
         raise DataError(f"the archive holds {member.file_name} {len(found)} times instead of once")
-    if found[0].compress_type not in (zipfile.ZIP_STORED, zipfile.ZIP_DEFLATED):
-        raise DataError(f"{member.file_name} is compressed in a way that we do not unpack")
-    digest, done = hashlib.sha256(), 0
-    with source.open(found[0]) as packed, (folder / member.file_name).open("wb") as file:
-        while chunk := packed.read(CHUNK_BYTES):
-            done += len(chunk)
-            if done > member.max_bytes:
-                raise DataError(f"{member.file_name} unpacks to more than {member.max_bytes} bytes")
-            digest.update(chunk)
-            file.write(chunk)
+    if found[0].file_size > member.max_bytes:  # zipfile reads no more than the directory says
+        raise DataError(f"{member.file_name} unpacks to more than {member.max_bytes} bytes")
+    target = folder / member.file_name
+    with source.open(found[0]) as content, target.open("wb") as file:
+        shutil.copyfileobj(content, file, CHUNK_BYTES)
         file.flush()
         os.fsync(file.fileno())
-    if member.sha256 and digest.hexdigest() != member.sha256:
-        raise DataError(f"the unpacked {member.file_name} is not the original (sha256 differs)")
-    return digest.hexdigest()
+    return sha256_file(target)
 
 
 def read_receipt(folder: Path) -> dict[str, str]:
@@ -412,10 +349,6 @@ def _locked(path: Path, waiting: Callable[[], None]) -> Iterator[None]:
 
 def _part(target: Path) -> Path:
     return target.with_name(target.name + ".part")
-
-
-def _tag(target: Path) -> Path:
-    return target.with_name(target.name + ".tag")
 
 
 def _size(path: Path) -> int:

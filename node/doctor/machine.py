@@ -18,11 +18,11 @@ from collections.abc import Iterator
 from contextlib import suppress
 from pathlib import Path
 
+from node.console.amounts import size_words
 from node.doctor.examine import Check
 from node.machine import own_packages
 from protocol.version import PACKAGE_VERSION
 
-GB = 1e9
 PYTHON = (3, 11)
 NEEDS = ("torch", "numpy", "hivemind", "uvloop")  # of the requirements those whose versions matter
 SPARE_DISK_BYTES = 1_000_000_000  # beside a host's state: the corpus, logs, the system itself
@@ -177,8 +177,8 @@ def memory() -> Check:
     total, free = memory_bytes()
     needs = _preset_bytes()
     fits = [name for name, (needed, _) in needs.items() if needed <= free]
-    sizes = ", ".join(f"{name} {needed / GB:.1f}" for name, (needed, _) in needs.items())
-    what = f"{free / GB:.1f} GB free of {total / GB:.1f} GB (a block of a preset needs: {sizes})"
+    sizes = ", ".join(f"{name} {size_words(needed)}" for name, (needed, _) in needs.items())
+    what = f"{size_words(free)} free of {size_words(total)} (a block of a preset needs: {sizes})"
     if not fits:
         name, (needed, _) = min(needs.items(), key=lambda item: item[1][0])
         return Check(
@@ -186,7 +186,7 @@ def memory() -> Check:
             "failed",
             f"no block of any preset fits: {what}",
             (
-                f"free {(needed - free) / GB:.1f} GB: end other programs (ps aux --sort=-rss)",
+                f"free {size_words(needed - free)}: end other programs (ps aux --sort=-rss)",
                 f"or train a smaller model: blockswarm init --preset {name}, then lower width and "
                 "batch in run.toml",
             ),
@@ -223,8 +223,8 @@ def disk(folder: Path | None) -> Check:
             (f"choose another folder: --folder PATH (now: {wanted})", f"or: ls -ld {there}"),
         )
     needs = {name: size for name, (_, size) in _preset_bytes().items()}
-    sizes = ", ".join(f"{name} {size / GB:.2f}" for name, size in needs.items())
-    what = f"{free / GB:.1f} GB free in {there} (the state of a preset's host takes: {sizes})"
+    sizes = ", ".join(f"{name} {size_words(size)}" for name, size in needs.items())
+    what = f"{size_words(free)} free in {there} (the state of a preset's host takes: {sizes})"
     least = min(needs.values()) + SPARE_DISK_BYTES
     if free < least:
         return Check(
@@ -232,7 +232,7 @@ def disk(folder: Path | None) -> Check:
             "failed",
             f"too little: {what}",
             (
-                f"free {(least - free) / GB:.1f} GB there, or choose another disk: --folder PATH",
+                f"free {size_words(least - free)} there, or choose another disk: --folder PATH",
                 f"see what takes it: du -xsh {there}/* | sort -h | tail",
             ),
         )

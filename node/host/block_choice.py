@@ -15,6 +15,7 @@ import random
 from collections.abc import Sequence
 from dataclasses import dataclass, replace
 
+from node.console.amounts import size_words
 from node.network.network import Network
 from protocol.errors import UsageError, WireError
 from protocol.identity import peer_text
@@ -70,8 +71,8 @@ async def choose_block(
     if chosen is None:
         least = min(view.memory_bytes for view in places)
         raise UsageError(
-            f"no block fits: the smallest worker needs {least / 1e9:.1f} GB of memory, "
-            f"--max-memory allows {memory_bytes / 1e9:.1f} GB",
+            f"no block fits: the smallest worker needs {size_words(least)} of memory, "
+            f"--max-memory allows {size_words(memory_bytes)}",
             "raise --max-memory, or join a smaller run",
         )
     return chosen

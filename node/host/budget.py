@@ -7,9 +7,10 @@ times a day has one budget, not ten.
 
 from __future__ import annotations
 
-import json
 from collections import deque
 from pathlib import Path
+
+import msgspec
 
 DAY_S = 86400.0
 SPAN_S = 900.0  # the day is forgotten in pieces of this length
@@ -54,15 +55,14 @@ class DailyBudget:
         """What is to be kept in `FILE`: nothing without a limit."""
         if self.limit_bytes is None:
             return None
-        return json.dumps([list(span) for span in self._totals]).encode()
+        return msgspec.json.encode(list(self._totals))
 
     def load(self, folder: Path) -> None:
         """What cannot be read is not there: then the day begins now."""
         try:
             with open(folder / FILE, "rb") as file:
-                spans = json.loads(file.read(_MAX_BYTES))
-            found = [(float(when), int(until)) for when, until in spans]
-        except (OSError, ValueError, TypeError, OverflowError, RecursionError):
+                found = msgspec.json.decode(file.read(_MAX_BYTES), type=list[tuple[float, int]])
+        except (OSError, msgspec.DecodeError):
             return
         if found == sorted(found) and all(0 <= when < 1e12 for when, _ in found):
             self._totals = deque(found[-_MAX_SPANS:])

@@ -11,6 +11,7 @@ from contextlib import suppress
 from dataclasses import dataclass
 from pathlib import Path
 
+from node.console.amounts import size_words
 from node.machine.memory import available_memory_bytes
 from swarm.cost import disk_bytes, expected_gb_per_day, worker_memory_bytes
 from swarm.runfile import RunFile
@@ -46,12 +47,12 @@ def cost_lines(
     has_memory, has_disk = available_memory_bytes(), _free_disk_bytes(home)
     return [
         f"this will cost{per} about:",
-        f"  memory   {_gb(memory)}{_against(memory, has_memory, 'free here')}"
+        f"  memory   {size_words(memory)}{_against(memory, has_memory, 'free here')}"
         + _limit(allowed.memory_bytes, "--max-memory allows {}"),
-        f"  traffic  {daily:.1f} GB a day, both ways, with {hosts} hosts on each block"
+        f"  traffic  {size_words(daily * 1e9)} a day, both ways, with {hosts} hosts on each block"
         + _limit(allowed.bytes_per_day, "your limit: {} a day")
         + _rates(allowed),
-        f"  disk     {_gb(disk)} in {home}{_against(disk, has_disk, 'free there')}",
+        f"  disk     {size_words(disk)} in {home}{_against(disk, has_disk, 'free there')}",
         f"  text     {_text(run_file, data)}",
     ]
 
@@ -72,11 +73,11 @@ def _against(needed: int, there: int | None, where: str) -> str:
     if there is None:
         return ""
     warning = ": NOT ENOUGH" if needed > there else ""
-    return f" ({_gb(there)} {where}{warning})"
+    return f" ({size_words(there)} {where}{warning})"
 
 
 def _limit(limit_bytes: int | None, words: str) -> str:
-    return "" if limit_bytes is None else "; " + words.format(_gb(limit_bytes))
+    return "" if limit_bytes is None else "; " + words.format(size_words(limit_bytes))
 
 
 def _rates(allowed: Allowed) -> str:
@@ -98,12 +99,8 @@ def _text(run_file: RunFile, data: str | None) -> str:
     if spec in archives:
         one = archives[spec]
         whole = sum(member.max_bytes for member in one.members)
-        return f"{spec}: {_gb(one.size_bytes)} downloaded once, up to {_gb(whole)} on disk"
+        packed = size_words(one.size_bytes)
+        return f"{spec}: {packed} downloaded once, up to {size_words(whole)} on disk"
     if spec == "own":
         return "your own: give it with --data"
     return PYTHON_TEXT
-
-
-def _gb(size_bytes: float) -> str:
-    size = size_bytes / 1e9
-    return f"{size:.2f} GB" if size < 0.1 else f"{size:.1f} GB" if size < 10 else f"{size:.0f} GB"

@@ -9,9 +9,11 @@ from __future__ import annotations
 import math
 from collections.abc import Mapping
 from dataclasses import dataclass
+from typing import cast
 
 from protocol.ledger import Count, Ledger
 from protocol.messages import Purpose
+from swarm import events
 from swarm.consensus.log import ConsensusLog
 from swarm.events import MoveEvent, NodeEvent, Refusal, RoundEvent, Traffic, TrustEvent
 from swarm.rounds import actions as act
@@ -75,7 +77,7 @@ class EventWriter:
             peer=self.me,
             block=self.block,
             round=report.round,
-            outcome=report.outcome,
+            outcome=cast(events.Outcome, report.outcome),
             in_time=report.in_time,
             late=report.late,
             missing=report.missing,
@@ -133,7 +135,7 @@ class EventWriter:
             name = purpose.name.lower().replace("_", "-")
             sent, received = count.bytes_out - old.bytes_out, count.bytes_in - old.bytes_in
             if sent or received:
-                out.append(Traffic(name, sent, received))
+                out.append(Traffic(cast(events.Purpose, name), sent, received))
         return tuple(out)
 
 

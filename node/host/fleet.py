@@ -23,6 +23,7 @@ from typing import TYPE_CHECKING, Any
 
 import msgpack
 
+from node.console.amounts import size_words
 from node.console.terminal import say
 from node.host.home import free_folder, make, remember, state_home
 from node.host.live_line import RunTimes
@@ -116,8 +117,8 @@ def blocks_for(
     if len(new) < missing:
         least = count * min(view.memory_bytes for view in views)
         raise UsageError(
-            f"{count} workers need {least / 1e9:.1f} GB of memory, "
-            f"--max-memory allows {(memory or 0) / 1e9:.1f} GB",
+            f"{count} workers need {size_words(least)} of memory, "
+            f"--max-memory allows {size_words(memory or 0)}",
             "raise --max-memory, or start fewer with --workers",
         )
     return [new.pop() if block is None else block for block in kept]

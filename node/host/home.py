@@ -8,11 +8,12 @@ training state is `state`'s, the key `protocol.identity`'s. Reads no network.
 from __future__ import annotations
 
 import contextlib
-import json
 import os
 import time
 from collections.abc import Iterable
 from pathlib import Path
+
+import msgspec
 
 from node.machine.atomic import StorageError, write_atomically
 from protocol.errors import UsageError
@@ -175,12 +176,13 @@ def known_addresses(home: Path) -> tuple[str, ...]:
 
 
 def _peers_met(home: Path) -> list[str]:
+    """From the file of `node.network.discovery.PeerBook`, whose module costs seconds to import."""
     try:
         with open(home / PEERS, "rb") as file:
-            lines = json.loads(file.read(MAX_SMALL_BYTES))
-        return [str(address) for line in reversed(lines) for address in line]
-    except (OSError, ValueError, TypeError, RecursionError):
+            book = msgspec.json.decode(file.read(MAX_SMALL_BYTES), type=dict[str, list[list[str]]])
+    except (OSError, msgspec.DecodeError):
         return []
+    return [address for line in reversed(book.get("met", [])) for address in line]
 
 
 def latest_home() -> Path | None:

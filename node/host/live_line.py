@@ -11,6 +11,7 @@ from collections import Counter, deque
 from collections.abc import Iterable, Sequence
 from dataclasses import dataclass, field
 
+from node.console.amounts import size_words
 from node.console.terminal import one_line
 from swarm.events import LogEvent, NodeEvent, RoundEvent
 
@@ -48,7 +49,7 @@ def round_line(event: RoundEvent) -> str:
     late = f" + {len(event.late)} late" if event.late else ""
     return (
         f"block {event.block}{GAP}round {event.round}{GAP}{event.outcome}{GAP}{verdict(event)}"
-        f"{GAP}updates of {len(event.in_time)}{late} others{ce}{GAP}{traffic / 1e3:.0f} kB"
+        f"{GAP}updates of {len(event.in_time)}{late} others{ce}{GAP}{size_words(traffic)}"
         f"{GAP}{event.consensus[:8]}"
     )
 
@@ -190,11 +191,3 @@ def _moved(moved_bytes: int, budget_bytes: int | None) -> str:
     if budget_bytes is None:
         return f"{size_words(moved_bytes)} today"
     return f"{size_words(moved_bytes)} of {size_words(budget_bytes)} today"
-
-
-def size_words(size_bytes: float) -> str:
-    """Three digits that mean something."""
-    for unit, size in (("GB", 1e9), ("MB", 1e6)):
-        if size_bytes >= size:
-            return f"{size_bytes / size:.3g} {unit}"
-    return f"{size_bytes / 1e3:.0f} kB"

@@ -19,6 +19,7 @@ from dataclasses import dataclass
 from pathlib import Path
 from typing import TYPE_CHECKING, Any, Literal, NoReturn, Protocol, TypeVar
 
+from node.console.amounts import duration_words
 from node.console.terminal import LiveLine, on_terminal, say
 from node.host.home import keep_place, make, port_of_before
 from node.host.live_line import HostView, RunTimes, fitted, host_line, round_line
@@ -202,7 +203,7 @@ def say_if_over(run_file: RunFile, addresses: tuple[str, ...]) -> None:
     rounds = run_file.rounds
     over_s = time.time() - rounds.start_s - rounds.count * rounds.period_s
     if run_file.started and over_s > 0:
-        ago = f"{over_s / 3600:.1f} hours" if over_s > 5400 else f"{over_s / 60:.0f} minutes"
+        ago = duration_words(over_s)
         say(f"this run ended {ago} ago: all of its {rounds.count} rounds are over")
         say("  staying only keeps its blocks there for others; to get the model:")
         say(f"  blockswarm assemble {addresses[0] if addresses else 'ADDRESS'} -o model/")

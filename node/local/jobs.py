@@ -113,11 +113,10 @@ def train_blocks(out: Path, options: Mapping[str, Any], given: set[str]) -> Fact
 
 
 def _show_start(display: TrainingDisplay, training: LocalTraining) -> None:
-    """A bar before its first step: the weights that it starts from are measured first."""
-    if display.bar is not None and display.task is not None:
-        done, steps = training.swarm.steps_done, training.run.training.steps
-        state = "measuring the start" if training.before is None else ""
-        display.bar.update(display.task, completed=done, total=steps, state=state)
+    """Before the first step: the weights that it starts from are measured first."""
+    done, steps = training.swarm.steps_done, training.run.training.steps
+    state = "measuring the start" if training.before is None else "going on"
+    display.show(f"step {done}/{steps}", done, steps, state)
 
 
 def _resume(out: Path) -> str:

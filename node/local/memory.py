@@ -14,6 +14,7 @@ from collections.abc import Iterator
 from contextlib import contextmanager, suppress
 from typing import TYPE_CHECKING
 
+from node.console.amounts import size_words
 from protocol.errors import UsageError
 
 if TYPE_CHECKING:
@@ -95,7 +96,8 @@ def refuse_too_large(run: Run, device: torch.device) -> None:
     needed, there = training_memory_bytes(run), free_memory_bytes(device)
     if there is not None and needed > there:
         raise UsageError(
-            f"training this model needs about {_gb(needed)} of memory, {_gb(there)} is free here",
+            f"training this model needs about {size_words(needed)} of memory, "
+            f"{size_words(there)} is free here",
             SMALLER,
         )
 
@@ -115,7 +117,3 @@ def is_out_of_memory(error: BaseException) -> bool:
     if isinstance(error, MemoryError) or type(error).__name__ == "OutOfMemoryError":
         return True
     return any(words in str(error).lower() for words in WORDS)
-
-
-def _gb(size_bytes: int) -> str:
-    return f"{size_bytes / 1e9:,.1f} GB"

@@ -9,6 +9,7 @@ from __future__ import annotations
 from collections import Counter, defaultdict
 from collections.abc import Iterable, Sequence
 
+from node.console.amounts import size_words
 from node.report.figures import COUNT_SENT, UNIFORM_CE_NATS, CePoint, RunReport
 from node.report.hosts import RoundRow
 from node.report.svg import Line, bar_chart, byte_unit, clean, line_chart, strips
@@ -88,11 +89,6 @@ def page(reports: Sequence[RunReport]) -> str:
     )
 
 
-def size(count: float) -> str:
-    factor, unit = byte_unit(count)
-    return f"{count / factor:.4g} {unit}"
-
-
 def number(value: float | None, digits: str = ".4f") -> str:
     return "–" if value is None else format(value, digits)
 
@@ -121,7 +117,7 @@ def _summary(reports: Sequence[RunReport]) -> str:
             f"{r.seconds:.0f}",
             number(r.first_ce_nats),
             number(r.last_ce_nats),
-            size(r.moved_bytes),
+            size_words(r.moved_bytes),
             r.counting,
             gb(r.gb_per_nat),
             gb(r.gb_per_nat_from_uniform),
@@ -151,7 +147,7 @@ def _run(report: RunReport) -> str:
             f"{number(report.first_ce_nats, '.3f')} → {number(report.last_ce_nats, '.3f')}",
             "CE of the consensus, nats per byte, mean of the blocks",
         ),
-        (size(report.moved_bytes), _counted(report)),
+        (size_words(report.moved_bytes), _counted(report)),
         (f"{decided} of {rounds}", "rounds decided, over all blocks"),
         (f"{agreed} of {compared}", "rounds in which all hosts named one head"),
         (_share(report), "own updates included, of those known"),
@@ -186,7 +182,7 @@ def _counted(report: RunReport) -> str:
 def _seen_text(report: RunReport) -> str:
     if report.seen_bytes is None:
         return f"{report.steps} steps"
-    return f"{size(report.seen_bytes)} of text seen in {report.steps} steps"
+    return f"{size_words(report.seen_bytes)} of text seen in {report.steps} steps"
 
 
 # Plots of CE.
@@ -308,8 +304,8 @@ def _participation(report: RunReport) -> str:
             "–" if h.included_share is None else f"{h.included_share:.0%}",
             *map(str, (h.in_time, h.late, h.missing, h.refused, h.left_out_rounds, h.exclusions)),
             str(h.steps),
-            size(h.sent_bytes),
-            size(h.received_bytes),
+            size_words(h.sent_bytes),
+            size_words(h.received_bytes),
         ]
         for h in report.hosts[:MAX_ROWS]
     ]

@@ -50,8 +50,6 @@ class Script:
 
     faults: list[Fault] = field(default_factory=lambda: [Fault.NONE])
     body: bytes = PACKED
-    etag: str = '"v1"'
-    honours_if_range: bool = True
     requests: list[dict[str, str]] = field(default_factory=list)
 
     def next_fault(self) -> Fault:
@@ -74,7 +72,7 @@ class Handler(BaseHTTPRequestHandler):
         fault = script.next_fault()
         if fault in (Fault.MISSING, Fault.OVERLOADED):
             return self.send_error(404 if fault is Fault.MISSING else 503)
-        start, body = self._start(script, fault), script.body
+        start, body = self._start(fault), script.body
         if start and fault is Fault.NOT_SATISFIABLE:
             return self.send_error(416)
         length = len(body) - start
@@ -85,16 +83,12 @@ class Handler(BaseHTTPRequestHandler):
             self.send_header("Content-Range", f"bytes {shown}-{len(body) - 1}/{len(body)}")
         if fault not in (Fault.ENDLESS, Fault.UNSIZED):
             self.send_header("Content-Length", str(length))
-        if script.etag:
-            self.send_header("ETag", script.etag)
         self.end_headers()
         self._send(body[start:], fault)
 
-    def _start(self, script: Script, fault: Fault) -> int:
-        wanted, version = self.headers.get("Range"), self.headers.get("If-Range")
+    def _start(self, fault: Fault) -> int:
+        wanted = self.headers.get("Range")
         if wanted is None or fault is Fault.NO_RANGE:
-            return 0
-        if version is not None and script.honours_if_range and version != script.etag:
             return 0
         return int(wanted.removeprefix("bytes=").removesuffix("-"))
 

@@ -86,7 +86,7 @@ def test_init_plans_a_run_and_says_what_a_small_budget_costs(tmp_path: Path) -> 
     path = tmp_path / "run.toml"
     asked = [str(path), "--hours", "2", "--steps-per-s", "5"]
     result = CliRunner().invoke(init, asked)
-    assert result.exit_code == 0 and "3600 rounds of 2 s, 2 hours in all" in result.output
+    assert result.exit_code == 0 and "3600 rounds of 2 s, 2 h in all" in result.output
     assert "warning" not in result.output
     result = CliRunner().invoke(init, [*asked, "--force", "--gb-per-day", "2"])
     assert result.exit_code == 0

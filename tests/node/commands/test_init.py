@@ -61,10 +61,10 @@ def test_unknown_preset(tmp_path: Path) -> None:
 
 
 def test_summary() -> None:
-    assert "1.9 million parameters in 4 blocks, 300 rounds of 4 s, 20 minutes" in summary(
+    assert "1.9 million parameters in 4 blocks, 300 rounds of 4 s, 20 min" in summary(
         preset("tiny", "x")
     )
-    assert "GB in all, both ways" in summary(preset("tiny", "x"))  # it is over within a day
+    assert "MB in all, both ways" in summary(preset("tiny", "x"))  # it is over within a day
     week = summary(preset("large", "x"))
     assert "7 days in all" in week and "GB per day, both ways" in week
 

@@ -16,13 +16,12 @@ from contextlib import suppress
 
 import pytest
 
+from node.console.amounts import duration_words, size_words
 from node.console.progress import Progress
 from node.console.terminal import (
     ByteWriter,
     DownloadDisplay,
     TrainingDisplay,
-    format_left,
-    format_rate,
     show_error,
     stop_on_signals,
 )
@@ -55,13 +54,11 @@ def test_an_error_is_one_line_and_a_hint(capsys: pytest.CaptureFixture[str]) -> 
 
 
 def test_numbers_for_people() -> None:
-    assert [format_rate(r) for r in (5, 1500, 2.5e6)] == ["5 B/s", "1.5 kB/s", "2.5 MB/s"]
-    assert [format_left(s) for s in (4.4, 59.6, 125, 7384)] == [
-        "4 s left",
-        "1 min 00 s left",
-        "2 min 05 s left",
-        "2 h 03 min left",
-    ]
+    sizes = ["0 bytes", "1.5 kB", "2.5 MB", "40.0 GB"]
+    assert [size_words(size) for size in (0.3, 1500, 2.5e6, 4e10)] == sizes
+    durations = {4.4: "4 s", 59.6: "1 min", 125: "2 min 5 s", 7384: "2 h 3 min", 1200: "20 min"}
+    durations |= {86400: "24 h", 172800: "2 days", 280000: "3 days 5 h", -3.0: "-3 s"}
+    assert {seconds: duration_words(seconds) for seconds in durations} == durations
 
 
 def test_plain_lines_without_a_terminal(capsys: pytest.CaptureFixture[str]) -> None:
@@ -84,8 +81,8 @@ def test_downloads_are_shown_only_if_there_are_any(capsys: pytest.CaptureFixture
         display("downloading x", 0, 4_000_000)
         display("downloading x", 4_000_000, 4_000_000)
     assert capsys.readouterr().err.splitlines() == [
-        "downloading x  0.0 of 4.0 MB",
-        "downloading x  4.0 of 4.0 MB",
+        "downloading x  0 bytes of 4.0 MB",
+        "downloading x  4.0 MB of 4.0 MB",
     ]
 
 

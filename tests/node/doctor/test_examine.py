@@ -196,7 +196,7 @@ def test_a_torch_that_hangs_is_ended(monkeypatch: pytest.MonkeyPatch) -> None:
 def test_too_little_memory(monkeypatch: pytest.MonkeyPatch) -> None:
     monkeypatch.setattr(doctor_machine, "memory_bytes", lambda: (2 << 30, 100 << 20))
     check = doctor_machine.memory()
-    assert check.state == "failed" and "0.1 GB free of 2.1 GB" in check.what
+    assert check.state == "failed" and "104.9 MB free of 2.1 GB" in check.what
     assert "--preset tiny" in check.fixes[1]
     monkeypatch.setattr(doctor_machine, "memory_bytes", lambda: (4 << 30, 4 << 30))
     check = doctor_machine.memory()

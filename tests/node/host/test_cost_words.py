@@ -7,6 +7,7 @@ from pathlib import Path
 
 import pytest
 
+from node.console.amounts import size_words
 from node.host import cost_words
 from node.host.cost_words import Allowed, cost_lines
 from swarm.cost import RUNTIME_BYTES, disk_bytes, expected_gb_per_day, worker_memory_bytes
@@ -19,9 +20,9 @@ TINY = preset("tiny", "tiny")
 
 def test_memory_traffic_disk_and_text(tmp_path: Path) -> None:
     text = "\n".join(cost_lines(TINY, tmp_path / "not" / "yet", None, 1, Allowed()))
-    assert f"memory   {worker_memory_bytes(TINY) / 1e9:.1f} GB" in text
-    assert f"traffic  {expected_gb_per_day(TINY, 2):.1f} GB a day" in text
-    assert f"disk     {disk_bytes(TINY, 2) / 1e9:.2f} GB in {tmp_path}" in text
+    assert f"memory   {size_words(worker_memory_bytes(TINY))}" in text
+    assert f"traffic  {size_words(1e9 * expected_gb_per_day(TINY, 2))} a day" in text
+    assert f"disk     {size_words(disk_bytes(TINY, 2))} in {tmp_path}" in text
     assert "no download" in text and "free here" in text and "limit" not in text
 
 
@@ -30,7 +31,7 @@ def test_limits_are_shown_beside_it(tmp_path: Path) -> None:
     text = "\n".join(cost_lines(TINY, tmp_path, 0, 3, allowed, "book.txt"))
     assert "for 3 workers" in text and "--max-memory allows 2.0 GB" in text
     assert "your limit: 5.0 GB a day; at most 10 Mbit/s up and 20 Mbit/s down" in text
-    assert f"memory   {3 * worker_memory_bytes(TINY, 0) / 1e9:.1f} GB" in text
+    assert f"memory   {size_words(3 * worker_memory_bytes(TINY, 0))}" in text
     assert "your own, book.txt" in text
 
 
@@ -41,7 +42,9 @@ def test_too_little_is_said(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> 
 
 def test_what_is_downloaded(tmp_path: Path) -> None:
     small = preset("small", "s")
-    assert "wikitext-103: 0.2 GB downloaded once" in cost_lines(small, tmp_path, 0, 1, Allowed())[4]
+    assert (
+        "wikitext-103: 192.0 MB downloaded once" in cost_lines(small, tmp_path, 0, 1, Allowed())[4]
+    )
     own = replace(TINY, data=DataRules("own", ""))
     assert "--data" in cost_lines(own, tmp_path, None, 1, Allowed())[4]
 
@@ -54,8 +57,8 @@ def test_the_table_of_the_host_guide() -> None:
         run = preset(name, name)
         daily = [expected_gb_per_day(run, count) for count in hosts]
         traffic = " / ".join(f"{gb:.1f}" if gb < 10 else f"{gb:.0f}" for gb in daily)
-        disk = dict.fromkeys(cost_words._gb(disk_bytes(run, count)) for count in (2, 16))
-        memory = cost_words._gb(worker_memory_bytes(run))
+        disk = dict.fromkeys(size_words(disk_bytes(run, count)) for count in (2, 16))
+        memory = size_words(worker_memory_bytes(run))
         assert f"| `{name}` | {memory} | {traffic} | {' to '.join(disk)} |" in page
     assert f"both ways, {' / '.join(map(str, hosts))} hosts on each block" in page
     wanted = {name: preset(name, name).exchange.min_replicas for name in PRESETS}

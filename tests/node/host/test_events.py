@@ -16,6 +16,7 @@ REPORT = act.Report(3, "decided", (), (), (), (), (), True, 1, 0.5)
 
 
 def line(writer: EventWriter, chain: Chain) -> RoundEvent:
+    writer.block = 0
     event = writer.round(1.0, REPORT, chain.log, 10, ())
     assert from_line(to_line(event)) == event
     return event

@@ -2,13 +2,14 @@
 
 from __future__ import annotations
 
-import json
 import os
 from pathlib import Path
 
 import pytest
 
 from node.host import home as homes
+from node.network.addresses import split_peer
+from node.network.discovery import PeerBook
 from protocol.errors import UsageError
 from protocol.identity import Identity, load_or_create, peer_text
 from swarm.run_template import emit, preset
@@ -56,12 +57,20 @@ def test_a_folder_for_each_host_of_the_machine(tmp_path: Path) -> None:
 def test_peers_that_are_remembered(tmp_path: Path) -> None:
     homes.remember(tmp_path, TEXT, [address(1)])
     homes.keep_place(tmp_path, 4002, [address(2)])
-    (tmp_path / homes.PEERS).write_text(json.dumps([[address(3)], [address(4), "rubbish"]]))
+    book = PeerBook()
+    for number in (3, 4, 5):
+        peer, plain = split_peer(address(number))
+        book.remember(peer, [plain, "rubbish"])
+        if number != 5:  # of which we only heard
+            book.standings.spoke(peer)
+    (tmp_path / homes.PEERS).write_bytes(book.to_bytes())
     assert homes.known_addresses(tmp_path) == (address(2), address(4), address(3), address(1))
     assert homes.joined_through(tmp_path) == (address(1),)
 
 
-@pytest.mark.parametrize("rubbish", [b"", b"[", b"[[1]]", b"{}", b"7", b"\xff", b"[" * 100_000])
+@pytest.mark.parametrize(
+    "rubbish", [b"", b"[", b"[[1]]", b"{}", b'{"met": [7]}', b"7", b"\xff", b"[" * 100_000]
+)
 def test_damage_is_as_good_as_nothing(tmp_path: Path, rubbish: bytes) -> None:
     homes.keep_place(tmp_path, 4002, [address(2)])
     (tmp_path / homes.PEERS).write_bytes(rubbish)

@@ -16,7 +16,6 @@ from node.host.live_line import (
     fleet_line,
     host_line,
     round_line,
-    size_words,
     verdict,
 )
 from swarm.events import NodeEvent, Refusal, RoundEvent, Traffic
@@ -78,7 +77,7 @@ def test_a_verdict_says_why(changes: dict[str, Any], words: str) -> None:
 
 def test_a_round_in_a_line_of_a_log() -> None:
     line = round_line(event(consensus_ce_nats=2.3456))
-    for part in ("block 2", "round 41", "decided", "included", "2 + 1 late", "CE 2.346", "30 kB"):
+    for part in ("block 2", "round 41", "decided", "included", "2 + 1 late", "CE 2.346", "30.0 kB"):
         assert part in line
 
 
@@ -94,7 +93,7 @@ def test_the_live_line_has_all_of_it() -> None:
     line = fitted(host_line(view, TIMES, 5_000_000_000, 1505.0, None), 200)
     for part in ("block 2", "round 42/120", "included", "CE 2.345 own 2.500", "3 peers"):
         assert part in line
-    assert "60 kB of 5 GB today" in line and "next exchange in 11 s" in line
+    assert "60.0 kB of 5.0 GB today" in line and "next exchange in 11 s" in line
 
 
 def test_the_day_is_the_hosts_and_not_the_processs() -> None:
@@ -164,10 +163,6 @@ def test_a_narrow_terminal_keeps_what_matters() -> None:
     view = view_of(event(consensus_ce_nats=2.345))
     line = fitted(host_line(view, TIMES, None, 1505.0, None), 40)
     assert line.startswith("block 2  round 41/120  included")
-
-
-def test_sizes() -> None:
-    assert [size_words(n) for n in (0, 999_000, 1.5e6, 2e9)] == ["0 kB", "999 kB", "1.5 MB", "2 GB"]
 
 
 def test_peers_of_a_view() -> None:

@@ -57,7 +57,7 @@ def test_a_short_run_never_holds_all_versions() -> None:
     ],
 )
 def test_what_no_machine_has_is_refused_at_once(shape: ModelShape) -> None:
-    with pytest.raises(UsageError, match=r"needs about [\d,]+\.\d GB .* is free here") as caught:
+    with pytest.raises(UsageError, match=r"needs about [\d,]+\.\d [TE]B .* is free here") as caught:
         refuse_too_large(Run(shape), CPU)
     assert "--width" in caught.value.hint and "--layers" in caught.value.hint
 
