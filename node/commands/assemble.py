@@ -18,11 +18,12 @@ from typing import TYPE_CHECKING, Any, TypeVar
 import click
 
 from node.commands.light import short_peer
-from node.commands.options import Place, check_addresses
+from node.commands.options import Place
 from node.console.amounts import size_words
 from node.console.results import Facts, print_evaluation, print_json, table_lines
 from node.console.terminal import DownloadDisplay, say
 from node.machine.event_loop import run_loop
+from node.network.addresses import check_addresses
 from protocol.errors import UsageError
 
 if TYPE_CHECKING:

@@ -18,10 +18,11 @@ from typing import TYPE_CHECKING, Any
 
 import click
 
-from node.commands.options import FiniteRange, Place, check_addresses
+from node.commands.options import FiniteRange, Place
 from node.console.results import Facts, print_json
 from node.console.terminal import say
 from node.machine.event_loop import run_loop
+from node.network.addresses import check_addresses
 from protocol.errors import UsageError
 
 if TYPE_CHECKING:

@@ -7,13 +7,10 @@ without a network are told before anything is started. Imports nothing heavy.
 from __future__ import annotations
 
 import math
-from collections.abc import Iterable, Mapping
 from pathlib import Path
 from typing import Any
 
 import click
-
-from node.network.addresses import AddressError, listening_on, split_peer
 
 LARGEST = 1e12  # more is a slip of the finger, and in bytes it is still a finite number
 
@@ -45,19 +42,3 @@ class FiniteRange(click.FloatRange):
 def meant_as_address(text: str) -> bool:
     """Whether a word is an address, perhaps one that is not whole, rather than a file."""
     return text.startswith(("/ip4/", "/ip6/", "/dns")) and not Path(text).exists()
-
-
-def check_addresses(addresses: Iterable[str]) -> None:
-    """Whole addresses of peers. Raises `AddressError`."""
-    for text in addresses:
-        split_peer(text)
-
-
-def check_own_addresses(options: Mapping[str, Any]) -> None:
-    """--listen and --relay. Raises `AddressError`."""
-    try:
-        listening_on(options["listen"], options["port"])
-    except AddressError as error:
-        hint = "--listen takes an IP of this machine, for example 127.0.0.1 or 0.0.0.0"
-        raise AddressError(error.message, hint) from None
-    check_addresses(options.get("relay", ()))

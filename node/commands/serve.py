@@ -14,12 +14,13 @@ from typing import TYPE_CHECKING, Any, TypeVar
 
 import click
 
-from node.commands.options import Place, check_addresses, check_own_addresses
+from node.commands.options import Place
 from node.console.results import Facts, print_json
 from node.console.terminal import ByteWriter, say
 from node.host import home as homes
-from node.host.taking_part import names_a_port
+from node.host.options import names_a_port
 from node.machine.event_loop import run_loop
+from node.network.addresses import check_addresses, check_own_addresses
 from protocol.errors import UsageError
 
 if TYPE_CHECKING:
@@ -88,7 +89,7 @@ def serve(address: tuple[str, ...], **options: Any) -> None:
     others are given it. All of them must have the same folder.
     """
     check_addresses(address)
-    check_own_addresses(options)
+    check_own_addresses(options["listen"], options["port"])
     for text in options["announce"]:
         names_a_port(text)  # refuses what is no address
     host = run_loop(_prepared(address, options))

@@ -15,15 +15,15 @@ import click
 from node.commands.options import (
     FiniteRange,
     Place,
-    check_addresses,
-    check_own_addresses,
     meant_as_address,
 )
 from node.console.terminal import say
 from node.host import home as homes
-from node.host.taking_part import Part, check_announce, stoppable_at_once, take_part
+from node.host.options import HostOptions
+from node.host.taking_part import Part, stoppable_at_once, take_part
 from node.machine.event_loop import run_loop
 from node.machine.phases import mark
+from node.network.addresses import check_addresses
 from protocol.errors import UsageError
 
 C = TypeVar("C", bound=Any)
@@ -129,8 +129,8 @@ def seed(run: tuple[str, ...], folder: Path | None, no_train: bool, **options: A
     A seed trains a block like every host unless told not to. The run needs none of its seeds:
     every host can be joined through, and `blockswarm seed FOLDER` prints how.
     """
-    check_announce(options)
-    check_own_addresses(options)
+    typed = HostOptions(**options)
+    typed.check()
     text, home, addresses = _seed_source(run, folder)
     known = homes.invitations_in(home)
     if known and homes.in_use(home):
@@ -141,7 +141,7 @@ def seed(run: tuple[str, ...], folder: Path | None, no_train: bool, **options: A
     with stoppable_at_once():
         if not no_train:
             _prepare()
-        take_part(Part(text, home, addresses, True, options, trains=not no_train))
+        take_part(Part(text, home, addresses, True, typed, trains=not no_train))
 
 
 def _prepare() -> None:
@@ -218,6 +218,7 @@ def join(
     folder: Path | None,
     workers: int,
     as_worker: int | None,
+    first_block: int | None,
     **options: Any,
 ) -> None:
     """Join a run through the ADDRESS of any of its peers (several are better than one).
@@ -230,17 +231,17 @@ def join(
     leaves; the same command goes on. SIGUSR1 pauses the training, SIGUSR2 lets it go on.
     """
     check_addresses(address)
-    check_announce(options)
-    check_own_addresses(options)
+    typed = HostOptions(first_block=first_block, **options)
+    typed.check()
     if workers > 1:
         from node.host.fleet import join_with_workers
 
-        join_with_workers(address, folder, workers, options)
+        join_with_workers(address, folder, workers, typed)
         return
     with stoppable_at_once():
         _prepare()
         text, home = _joined(address, folder, as_worker)
-        take_part(Part(text, home, address, False, options, worker=as_worker))
+        take_part(Part(text, home, address, False, typed, worker=as_worker))
 
 
 def _joined(

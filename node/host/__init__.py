@@ -5,7 +5,8 @@ workers            several workers of one host, and who looks after them
 fleet              which block each of them takes
 joining            which run an address leads to
 home               a host's folder
-settings           what a person decides about a host
+options            what a person may say of a host
+settings           what a host is told
 cost_words         what taking part will cost
 live_line          one line on a terminal, or log lines
 

@@ -8,10 +8,10 @@ from __future__ import annotations
 
 import shutil
 from contextlib import suppress
-from dataclasses import dataclass
 from pathlib import Path
 
 from node.console.amounts import size_words
+from node.host.options import HostOptions
 from node.machine.memory import available_memory_bytes
 from swarm.cost import disk_bytes, expected_gb_per_day, worker_memory_bytes
 from swarm.runfile import RunFile
@@ -19,26 +19,9 @@ from swarm.runfile import RunFile
 PYTHON_TEXT = "the library of this machine's Python, no download"
 
 
-@dataclass(frozen=True)
-class Allowed:
-    """What the owner said. None: no limit."""
-
-    memory_bytes: int | None = None
-    bytes_per_day: int | None = None
-    up_bytes_per_s: float | None = None
-    down_bytes_per_s: float | None = None
-
-
-def cost_lines(
-    run_file: RunFile,
-    home: Path,
-    block: int | None,
-    workers: int,
-    allowed: Allowed,
-    data: str | None = None,
-) -> list[str]:
+def cost_lines(run_file: RunFile, home: Path, options: HostOptions, workers: int = 1) -> list[str]:
     """For the costliest block unless one is named, with as many hosts on each as the run wants."""
-    hosts = run_file.exchange.min_replicas
+    hosts, block = run_file.exchange.min_replicas, options.block
     named = block if block is not None and 0 <= block < run_file.run.model.blocks else None
     memory = workers * worker_memory_bytes(run_file, named)
     daily = workers * expected_gb_per_day(run_file, hosts, named)
@@ -48,12 +31,12 @@ def cost_lines(
     return [
         f"this will cost{per} about:",
         f"  memory   {size_words(memory)}{_against(memory, has_memory, 'free here')}"
-        + _limit(allowed.memory_bytes, "--max-memory allows {}"),
+        + _limit(options.memory_bytes, "--max-memory allows {}"),
         f"  traffic  {size_words(daily * 1e9)} a day, both ways, with {hosts} hosts on each block"
-        + _limit(allowed.bytes_per_day, "your limit: {} a day")
-        + _rates(allowed),
+        + _limit(options.bytes_per_day, "your limit: {} a day")
+        + _rates(options),
         f"  disk     {size_words(disk)} in {home}{_against(disk, has_disk, 'free there')}",
-        f"  text     {_text(run_file, data)}",
+        f"  text     {_text(run_file, options.data)}",
     ]
 
 
@@ -80,10 +63,10 @@ def _limit(limit_bytes: int | None, words: str) -> str:
     return "" if limit_bytes is None else "; " + words.format(size_words(limit_bytes))
 
 
-def _rates(allowed: Allowed) -> str:
+def _rates(options: HostOptions) -> str:
     parts = [
         f"{rate * 8 / 1e6:g} Mbit/s {way}"
-        for way, rate in (("up", allowed.up_bytes_per_s), ("down", allowed.down_bytes_per_s))
+        for way, rate in (("up", options.up_bytes_per_s), ("down", options.down_bytes_per_s))
         if rate is not None
     ]
     return f"; at most {' and '.join(parts)}" if parts else ""

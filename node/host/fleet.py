@@ -12,11 +12,12 @@ import asyncio
 import contextlib
 import json
 import multiprocessing
+import os
 import random
 import signal
 import time
-from collections.abc import Mapping, Sequence
-from dataclasses import dataclass
+from collections.abc import Sequence
+from dataclasses import dataclass, replace
 from multiprocessing.connection import Connection
 from pathlib import Path
 from typing import TYPE_CHECKING, Any
@@ -27,8 +28,9 @@ from node.console.amounts import size_words
 from node.console.terminal import say
 from node.host.home import free_folder, make, remember, state_home
 from node.host.live_line import RunTimes
-from node.host.taking_part import gigabytes_to_bytes, say_cost, say_if_over
-from node.host.workers import Supervisor, check_shared, command_of, shared_options, worker_home
+from node.host.options import HostOptions
+from node.host.taking_part import say_cost, say_if_over
+from node.host.workers import Supervisor, command_of, worker_home
 from node.machine.event_loop import run_loop
 from protocol.errors import BlockswarmError, UsageError
 from protocol.identity import load_or_create
@@ -52,10 +54,10 @@ class Lookup:
 
 
 def join_with_workers(
-    addresses: tuple[str, ...], folder: Path | None, count: int, options: Mapping[str, Any]
+    addresses: tuple[str, ...], folder: Path | None, count: int, options: HostOptions
 ) -> None:
     """Run `count` workers until asked to leave."""
-    check_shared(options, count)
+    options.check_shared(count)
     found = look_up(addresses, folder)
     run_file = parse(found.text)
     base = state_home() / f"{run_id(found.text).hex()[:16]}-workers"
@@ -64,16 +66,19 @@ def join_with_workers(
     lock = load_or_create(home / "identity")  # nobody else's workers are in this folder
     try:
         remember(home, found.text, addresses)
-        if not options["as_json"]:
+        if not options.as_json:
             say(f"run {run_file.name} ({run_id(found.text).hex()[:16]}): {count} workers")
             say_cost(run_file, home, options, count)
             say_if_over(run_file, addresses)
-        blocks = blocks_for(home, count, options["max_memory"], found, run_file)
+        blocks = blocks_for(home, count, options.memory_bytes, found, run_file)
         commands = _commands(addresses, home, blocks, options, found.text)
         rounds = run_file.rounds
         times = RunTimes(rounds.start_s, rounds.period_s, rounds.count)
-        budget = gigabytes_to_bytes(options["max_gb_per_day"])
-        run_loop(_until_stopped(Supervisor(commands, blocks, times, budget, options["as_json"])))
+        run_loop(
+            _until_stopped(
+                Supervisor(commands, blocks, times, options.bytes_per_day, options.as_json)
+            )
+        )
     finally:
         lock.close()
     say("all workers have left; the same command goes on with them")
@@ -83,7 +88,7 @@ def _commands(
     addresses: tuple[str, ...],
     home: Path,
     blocks: Sequence[int],
-    options: Mapping[str, Any],
+    options: HostOptions,
     text: bytes,
 ) -> list[list[str]]:
     commands, count = [], len(blocks)
@@ -91,13 +96,13 @@ def _commands(
         own = worker_home(home, index)
         make(own)
         remember(own, text, addresses)
-        shared = {**shared_options(options, count, index), "first_block": block}
+        shared = replace(options.shared(count, index, os.cpu_count() or 1), first_block=block)
         commands.append(command_of(addresses, home, index, shared))
     return commands
 
 
 def blocks_for(
-    home: Path, count: int, max_memory_gb: float | None, found: Lookup, run_file: RunFile
+    home: Path, count: int, memory: int | None, found: Lookup, run_file: RunFile
 ) -> list[int]:
     """A block for each worker. Raises `UsageError` if not all of them fit."""
     known = [saved_block(worker_home(home, index)) for index in range(count)]
@@ -105,7 +110,6 @@ def blocks_for(
         block if block is not None and block < run_file.run.model.blocks else None
         for block in known
     ]
-    memory = gigabytes_to_bytes(max_memory_gb)
     limits = HostLimits(1 << 60 if memory is None else memory // count, 1 << 60)
     views = [
         BlockView(block, replicas, worker_memory_bytes(run_file, block), 0)

@@ -18,6 +18,7 @@ from node.host.block_work import BlockWork, Parts, Premises, live_parts
 from node.host.budget import FILE as BUDGET_FILE
 from node.host.budget import DailyBudget
 from node.host.events import EventWriter
+from node.host.live_line import HostView, LinePart, RunTimes, host_line
 from node.host.saving import Saver
 from node.host.settings import HostSettings
 from node.host.state import HostState
@@ -81,6 +82,12 @@ class Host:
 
     def now_s(self) -> float:
         return self.clock.now_s()
+
+    def line(self, view: HostView, times: RunTimes, now_s: float) -> list[LinePart]:
+        """What the live line says."""
+        view.block = self.block if self.block >= 0 else view.block
+        loss_nats = self.writer.measured.loss_nats
+        return host_line(view, times, self.settings.bytes_per_day, now_s, loss_nats)
 
     def _status(self) -> Status:
         if self.work is None:

@@ -122,10 +122,10 @@ class RunTimes:
 
 
 # A part of the line and how dear it is: of a narrow terminal the cheapest leave first.
-Part = tuple[int, str]
+LinePart = tuple[int, str]
 
 
-def fitted(parts: Sequence[Part], width: int) -> str:
+def fitted(parts: Sequence[LinePart], width: int) -> str:
     """The parts in their order; as many as fit, the dearest for certain. Never longer."""
     kept = [part for part in parts if part[1]]
     while len(kept) > 1 and len(GAP.join(text for _, text in kept)) > width:
@@ -136,7 +136,7 @@ def fitted(parts: Sequence[Part], width: int) -> str:
 
 def host_line(
     view: HostView, times: RunTimes, budget_bytes: int | None, now_s: float, loss_nats: float | None
-) -> list[Part]:
+) -> list[LinePart]:
     """The live line of one host."""
     last = view.last
     ce = _ce(view)
@@ -154,7 +154,7 @@ def host_line(
 
 def fleet_line(
     views: Sequence[HostView], times: RunTimes, budget_bytes: int | None, now_s: float
-) -> list[Part]:
+) -> list[LinePart]:
     """The live line of several workers of one host."""
     seen = [view.last for view in views if view.last]
     newest = max((event.round for event in seen), default=-1)

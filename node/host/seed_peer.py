@@ -14,7 +14,7 @@ from contextlib import suppress
 from pathlib import Path
 
 from node.host.event_log import EventLog
-from node.host.live_line import Part, RunTimes
+from node.host.live_line import HostView, LinePart, RunTimes
 from node.machine.atomic import StorageError
 from node.network.network import Network, NetworkSettings
 from node.network.service import Status
@@ -92,8 +92,8 @@ class SeedPeer:
     def pause(self, paused: bool) -> None:
         """There is no training to pause."""
 
-    def line(self, times: RunTimes, now_s: float) -> list[Part]:
-        """The live line."""
+    def line(self, view: HostView, times: RunTimes, now_s: float) -> list[LinePart]:
+        """What the live line says."""
         return [
             (9, "seed, not training"),
             (8, f"round {self.round}/{times.count}"),

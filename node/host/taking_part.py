@@ -14,28 +14,29 @@ import os
 import signal
 import sys
 import time
-from collections.abc import Iterator, Mapping
+from collections.abc import Iterator
 from dataclasses import dataclass
 from pathlib import Path
-from typing import TYPE_CHECKING, Any, Literal, NoReturn, Protocol, TypeVar
+from typing import TYPE_CHECKING, Literal, NoReturn, Protocol, TypeVar
 
 from node.console.amounts import duration_words
 from node.console.terminal import LiveLine, on_terminal, say
 from node.host.home import keep_place, make, port_of_before
-from node.host.live_line import HostView, RunTimes, fitted, host_line, round_line
+from node.host.live_line import HostView, LinePart, RunTimes, fitted, round_line
+from node.host.options import HostOptions
 from node.machine.event_loop import run_loop
 from node.machine.phases import durations, mark
-from protocol.errors import BlockswarmError, UsageError
+from protocol.errors import BlockswarmError
 from swarm.events import LogEvent, NodeEvent, RoundEvent, to_line
 
 if TYPE_CHECKING:
     from node.host.event_log import EventLog
+    from node.host.host import Host
     from node.host.settings import HostSettings
     from node.network.network import Network, NetworkSettings
     from swarm.runfile import RunFile
 
 T = TypeVar("T")
-MBIT = 1e6 / 8
 REFRESH_S = 0.5
 
 
@@ -47,7 +48,7 @@ class Part:
     home: Path
     addresses: tuple[str, ...]
     is_seed: bool
-    options: Mapping[str, Any]
+    options: HostOptions
     trains: bool = True
     worker: int | None = None
 
@@ -62,14 +63,17 @@ class Member(Protocol):
 
     def pause(self, paused: bool) -> None: ...
 
+    def line(self, view: HostView, times: RunTimes, now_s: float) -> list[LinePart]:
+        """What the live line says."""
+
 
 def take_part(part: Part) -> None:
     """Take part until asked to leave. Does not return: the process ends."""
     from swarm.runfile import parse
 
     run_file, options = parse(part.text), part.options
-    _log_above(logging.DEBUG if options["verbose"] else logging.ERROR)
-    if part.worker is None and not options["as_json"]:
+    _log_above(logging.DEBUG if options.verbose else logging.ERROR)
+    if part.worker is None and not options.as_json:
         _say_beginning(part, run_file)
     make(part.home)
     settings = network_settings(part)
@@ -117,9 +121,9 @@ def network_settings(part: Part) -> NetworkSettings:
     from swarm.runfile import parse, run_id
 
     options = part.options
-    hosts = tuple(options["listen"]) or ALL_INTERFACES
-    port = options["port"] or port_of_before(part.home, hosts)
-    relays = tuple(options["relay"])
+    hosts = options.listen or ALL_INTERFACES
+    port = options.port or port_of_before(part.home, hosts)
+    relays = options.relay
     for relay in relays:
         split_peer(relay)  # refuses what is no whole address, before p2pd does it in its own words
     reachability: Literal["auto", "private"] = "private" if relays else "auto"
@@ -131,10 +135,10 @@ def network_settings(part: Part) -> NetworkSettings:
         run_id(part.text),
         part.text,
         join=part.addresses,
-        announce=tuple(options["announce"]),
+        announce=options.announce,
         state_folder=part.home,
-        up_bytes_per_s=bytes_per_s(options["up_mbps"]),
-        down_bytes_per_s=bytes_per_s(options["down_mbps"]),
+        up_bytes_per_s=options.up_bytes_per_s,
+        down_bytes_per_s=options.down_bytes_per_s,
         blocks=parse(part.text).run.model.blocks,
         ask_reachable=True,
     )
@@ -144,30 +148,22 @@ def _host_settings(part: Part, network: NetworkSettings) -> HostSettings:
     from node.host.settings import HostSettings
 
     options = part.options
-    memory = gigabytes_to_bytes(options["max_memory"])
+    memory = options.memory_bytes
     return HostSettings(
         network=network,
         folder=part.home,
-        data_spec=options["data"],
-        block=options["block"],
-        first_block=options.get("first_block"),
-        device=options["device"],
-        threads=options["threads"],
+        data_spec=options.data,
+        block=options.block,
+        first_block=options.first_block,
+        device=options.device,
+        threads=options.threads,
         memory_bytes=1 << 60 if memory is None else memory,
         seed=part.is_seed,
-        bytes_per_day=gigabytes_to_bytes(options["max_gb_per_day"]),
+        bytes_per_day=options.bytes_per_day,
         up_bytes_per_s=network.up_bytes_per_s,
         down_bytes_per_s=network.down_bytes_per_s,
-        serve=not options["no_serve"],
+        serve=not options.no_serve,
     )
-
-
-def bytes_per_s(mbps: float | None) -> float | None:
-    return None if mbps is None else mbps * MBIT
-
-
-def gigabytes_to_bytes(size_gb: float | None) -> int | None:
-    return None if size_gb is None else int(size_gb * 1e9)
 
 
 # What is said before.
@@ -185,16 +181,10 @@ def _say_beginning(part: Part, run_file: RunFile) -> None:
     say_if_over(run_file, part.addresses)
 
 
-def say_cost(run_file: RunFile, home: Path, options: Mapping[str, Any], workers: int) -> None:
-    from node.host.cost_words import Allowed, cost_lines
+def say_cost(run_file: RunFile, home: Path, options: HostOptions, workers: int) -> None:
+    from node.host.cost_words import cost_lines
 
-    allowed = Allowed(
-        gigabytes_to_bytes(options["max_memory"]),
-        gigabytes_to_bytes(options["max_gb_per_day"]),
-        bytes_per_s(options["up_mbps"]),
-        bytes_per_s(options["down_mbps"]),
-    )
-    for line in cost_lines(run_file, home, options["block"], workers, allowed, options["data"]):
+    for line in cost_lines(run_file, home, options, workers):
         say(line)
 
 
@@ -209,37 +199,22 @@ def say_if_over(run_file: RunFile, addresses: tuple[str, ...]) -> None:
         say(f"  blockswarm assemble {addresses[0] if addresses else 'ADDRESS'} -o model/")
 
 
-def names_a_port(announced: str) -> bool:
-    """Whether an --announce brings its own port. Raises `AddressError` if it is no address."""
-    from node.network.addresses import from_option
-
-    return from_option(announced, 1) == from_option(announced, 2)
-
-
-def check_announce(options: Mapping[str, Any]) -> None:
-    """Before anything is started: an address that others dial needs a port that stays."""
-    for text in options["announce"]:
-        if not names_a_port(text) and not options["port"]:
-            raise UsageError(
-                f"--announce {text} needs a port that stays the same",
-                f"add --port 4001, or --announce {text}:PORT if the router maps another one",
-            )
-
-
 # While it runs.
 
 
 async def _until_stopped(member: Member, part: Part, run_file: RunFile) -> None:
     """Run a host until it is asked to leave; then let it, which takes seconds at most."""
+    from node.host.host import Host
+
     work, view = asyncio.create_task(member.run()), HostView()
     _leave_when_asked(work, view, with_stdin=part.worker is not None)
     loop = asyncio.get_running_loop()
     loop.add_signal_handler(signal.SIGUSR1, member.pause, True)
     loop.add_signal_handler(signal.SIGUSR2, member.pause, False)
-    as_json = part.options["as_json"]
+    as_json = part.options.as_json
     helpers = [
         asyncio.create_task(_invite(member, part)),
-        asyncio.create_task(_note_first_step(member)),
+        *([asyncio.create_task(_note_first_step(member))] if isinstance(member, Host) else []),
     ]
     live = on_terminal() and not as_json and part.worker is None
     if live:
@@ -294,17 +269,10 @@ def _live_line(
 ) -> Iterator[LiveLine | None]:
     rounds = run_file.rounds
     times = RunTimes(rounds.start_s, rounds.period_s, rounds.count)
-    budget = gigabytes_to_bytes(part.options["max_gb_per_day"])
 
     def draw(width: int) -> str:
         now_s = time.time()
-        line = getattr(member, "line", None)  # a seed has its own
-        if line is not None:
-            return fitted(line(times, now_s), width)
-        block, writer = getattr(member, "block", -1), getattr(member, "writer", None)
-        view.block = block if block >= 0 else view.block
-        loss = writer.measured.loss_nats if writer is not None else None
-        return fitted(host_line(view, times, budget, now_s, loss), width)
+        return fitted(member.line(view, times, now_s), width)
 
     with LiveLine(draw) as line:
         yield line
@@ -331,15 +299,14 @@ async def _invite(member: Member, part: Part) -> None:
                 return
 
 
-async def _note_first_step(member: Member) -> None:
+async def _note_first_step(host: Host) -> None:
     """Write down how long it took to the first step of training, and what took it."""
-    writer = getattr(member, "writer", None)
-    while writer is not None:
+    while True:
         await asyncio.sleep(0.02)
-        if writer.measured.steps > 0:
+        if host.writer.measured.steps > 0:
             mark("first_step")
             facts = {name: f"{seconds:.3f}" for name, seconds in durations().items()}
-            member.events.write(NodeEvent(time.time(), writer.me, "first_step", facts=facts))
+            host.events.write(NodeEvent(time.time(), host.me, "first_step", facts=facts))
             return
 
 

@@ -19,16 +19,15 @@ import signal
 import sys
 import time
 from collections import deque
-from collections.abc import Callable, Mapping, Sequence
+from collections.abc import Callable, Sequence
 from dataclasses import dataclass, field
 from pathlib import Path
-from typing import Any
 
 from node.console.terminal import LiveLine, on_terminal, say
 from node.host.live_line import HostView, RunTimes, fitted, fleet_line, round_line
-from node.host.taking_part import names_a_port
+from node.host.options import HostOptions
 from node.network.gate import Backoff
-from protocol.errors import BlockswarmError, UsageError
+from protocol.errors import BlockswarmError
 from swarm.events import EventError, LogEvent, NodeEvent, RoundEvent, from_line
 
 LEAVE_S = 4.5  # a host leaves within 5 s; whoever takes longer is ended
@@ -43,62 +42,11 @@ class WorkersError(BlockswarmError):
     """No worker could be started."""
 
 
-# Sharing.
-
-
-def shared_options(options: Mapping[str, Any], count: int, index: int) -> dict[str, Any]:
-    """The options of one of `count` workers: limits are shared out, ports follow one another."""
-    shared = dict(options)
-    for name in ("max_memory", "max_gb_per_day", "up_mbps", "down_mbps"):
-        if shared[name] is not None:
-            shared[name] = shared[name] / count
-    threads = shared["threads"] or os.cpu_count() or 1
-    shared["threads"] = max(1, threads // count)
-    if shared["port"]:
-        shared["port"] += index
-        if shared["port"] > 65535:
-            raise UsageError(f"--port leaves no room for {count} workers", "give a lower one")
-    return shared
-
-
-def check_shared(options: Mapping[str, Any], count: int) -> None:
-    """What makes no sense for several workers."""
-    if options["block"] is not None:
-        raise UsageError(
-            "--block names one block, and workers take different ones",
-            f"leave --block away, or start {count} hosts with a --folder each",
-        )
-    for text in options["announce"]:
-        if names_a_port(text):
-            raise UsageError(
-                f"--announce {text} names a port, and every worker has its own",
-                "give the IP or the name alone; worker N listens on --port + N - 1",
-            )
-
-
-def arguments_of(options: Mapping[str, Any]) -> list[str]:
-    """Options as they are typed. What was not given is not passed on."""
-    found: list[str] = []
-    for name, value in options.items():
-        flag = "--" + name.replace("_", "-")
-        if name == "as_json" or value is None or value is False or value == ():
-            continue
-        if value is True:
-            found.append(flag)
-        elif isinstance(value, tuple):
-            found += [part for one in value for part in (flag, str(one))]
-        else:
-            found += [flag, str(value)]
-    return found
-
-
-def command_of(
-    addresses: Sequence[str], home: Path, index: int, options: Mapping[str, Any]
-) -> list[str]:
+def command_of(addresses: Sequence[str], home: Path, index: int, options: HostOptions) -> list[str]:
     """How a worker is started."""
     base = [sys.executable, "-m", "node.cli", "join", *addresses]
     own = ["--as-worker", str(index + 1), "--folder", str(worker_home(home, index)), "--json"]
-    return [*base, *own, *arguments_of(options)]
+    return [*base, *own, *options.arguments()]
 
 
 def worker_home(home: Path, index: int) -> Path:

@@ -197,3 +197,19 @@ def _shown(text: str) -> str:
     """A stranger's or a person's text, short and harmless."""
     clean = "".join(c if c.isprintable() else "?" for c in text[:80])
     return f"'{clean}'"
+
+
+def check_addresses(addresses: Iterable[str]) -> None:
+    """Whole addresses of peers. Raises `AddressError`."""
+    for text in addresses:
+        split_peer(text)
+
+
+def check_own_addresses(listen: Iterable[str], port: int, relays: Iterable[str] = ()) -> None:
+    """--listen and --relay. Raises `AddressError`."""
+    try:
+        listening_on(tuple(listen), port)
+    except AddressError as error:
+        hint = "--listen takes an IP of this machine, for example 127.0.0.1 or 0.0.0.0"
+        raise AddressError(error.message, hint) from None
+    check_addresses(relays)

@@ -9,7 +9,8 @@ import pytest
 
 from node.console.amounts import size_words
 from node.host import cost_words
-from node.host.cost_words import Allowed, cost_lines
+from node.host.cost_words import cost_lines
+from node.host.options import HostOptions
 from swarm.cost import RUNTIME_BYTES, disk_bytes, expected_gb_per_day, worker_memory_bytes
 from swarm.run_template import PRESETS, preset
 from swarm.runfile import DataRules
@@ -19,7 +20,7 @@ TINY = preset("tiny", "tiny")
 
 
 def test_memory_traffic_disk_and_text(tmp_path: Path) -> None:
-    text = "\n".join(cost_lines(TINY, tmp_path / "not" / "yet", None, 1, Allowed()))
+    text = "\n".join(cost_lines(TINY, tmp_path / "not" / "yet", HostOptions()))
     assert f"memory   {size_words(worker_memory_bytes(TINY))}" in text
     assert f"traffic  {size_words(1e9 * expected_gb_per_day(TINY, 2))} a day" in text
     assert f"disk     {size_words(disk_bytes(TINY, 2))} in {tmp_path}" in text
@@ -27,8 +28,10 @@ def test_memory_traffic_disk_and_text(tmp_path: Path) -> None:
 
 
 def test_limits_are_shown_beside_it(tmp_path: Path) -> None:
-    allowed = Allowed(2 * 10**9, 5 * 10**9, 1_250_000.0, 2_500_000.0)
-    text = "\n".join(cost_lines(TINY, tmp_path, 0, 3, allowed, "book.txt"))
+    options = HostOptions(
+        block=0, data="book.txt", max_memory=2, max_gb_per_day=5, up_mbps=10, down_mbps=20
+    )
+    text = "\n".join(cost_lines(TINY, tmp_path, options, 3))
     assert "for 3 workers" in text and "--max-memory allows 2.0 GB" in text
     assert "your limit: 5.0 GB a day; at most 10 Mbit/s up and 20 Mbit/s down" in text
     assert f"memory   {size_words(3 * worker_memory_bytes(TINY, 0))}" in text
@@ -37,16 +40,15 @@ def test_limits_are_shown_beside_it(tmp_path: Path) -> None:
 
 def test_too_little_is_said(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
     monkeypatch.setattr(cost_words, "available_memory_bytes", lambda: 10**8)
-    assert "NOT ENOUGH" in cost_lines(TINY, tmp_path, None, 1, Allowed())[1]
+    assert "NOT ENOUGH" in cost_lines(TINY, tmp_path, HostOptions())[1]
 
 
 def test_what_is_downloaded(tmp_path: Path) -> None:
     small = preset("small", "s")
-    assert (
-        "wikitext-103: 192.0 MB downloaded once" in cost_lines(small, tmp_path, 0, 1, Allowed())[4]
-    )
+    text = cost_lines(small, tmp_path, HostOptions(block=0))[4]
+    assert "wikitext-103: 192.0 MB downloaded once" in text
     own = replace(TINY, data=DataRules("own", ""))
-    assert "--data" in cost_lines(own, tmp_path, None, 1, Allowed())[4]
+    assert "--data" in cost_lines(own, tmp_path, HostOptions())[4]
 
 
 def test_the_table_of_the_host_guide() -> None:

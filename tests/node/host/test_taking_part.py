@@ -8,39 +8,18 @@ from typing import Any
 
 import pytest
 
+from node.host.options import HostOptions
 from node.host.taking_part import (
     Part,
-    check_announce,
-    names_a_port,
     network_settings,
     say_if_over,
 )
 from node.network.addresses import AddressError
-from protocol.errors import UsageError
 from swarm.run_template import emit, preset
 from swarm.runfile import with_start
 
 TINY = preset("tiny", "tiny")
-OPTIONS: dict[str, Any] = {
-    "listen": ("127.0.0.1",),
-    "port": 4001,
-    "relay": (),
-    "announce": (),
-    "up_mbps": 8.0,
-    "down_mbps": None,
-}
-
-
-def test_an_announced_address_needs_a_port() -> None:
-    assert names_a_port("203.0.113.7:4001") and names_a_port("/dns/host.example/tcp/4001")
-    assert names_a_port("[2001:db8::1]:4001") and not names_a_port("2001:db8::1")
-    check_announce({"announce": ("203.0.113.7:4001",), "port": 0})
-    check_announce({"announce": ("203.0.113.7",), "port": 4001})
-    with pytest.raises(UsageError, match="needs a port") as caught:
-        check_announce({"announce": ("203.0.113.7",), "port": 0})
-    assert "--port" in caught.value.hint
-    with pytest.raises(AddressError):
-        check_announce({"announce": ("not an address",), "port": 4001})
+OPTIONS = HostOptions(listen=("127.0.0.1",), port=4001, up_mbps=8.0)
 
 
 def test_rates_are_in_megabits(tmp_path: Any) -> None:
@@ -49,7 +28,7 @@ def test_rates_are_in_megabits(tmp_path: Any) -> None:
     assert settings.up_bytes_per_s == 1_000_000.0 and settings.down_bytes_per_s is None
     assert settings.daemon.port == 4001 and settings.state_folder == tmp_path
     with pytest.raises(AddressError):
-        network_settings(Part(text, tmp_path, (), True, {**OPTIONS, "relay": ("/ip4/1.2.3.4",)}))
+        network_settings(Part(text, tmp_path, (), True, replace(OPTIONS, relay=("/ip4/1.2.3.4",))))
 
 
 def test_a_run_that_is_over_is_said_to_be(capsys: pytest.CaptureFixture[str]) -> None:

@@ -10,7 +10,7 @@ import json
 import sys
 import time
 from collections.abc import Callable
-from dataclasses import replace
+from dataclasses import fields, replace
 from pathlib import Path
 from types import SimpleNamespace
 from typing import Any, cast
@@ -21,14 +21,12 @@ from node.commands.swarm import join
 from node.host import host, workers
 from node.host.fleet import Lookup, _commands, _hosts, blocks_for, saved_block
 from node.host.live_line import RunTimes
+from node.host.options import HostOptions
 from node.host.taking_part import Part, _host_settings, network_settings
 from node.host.workers import (
     Supervisor,
     WorkersError,
-    arguments_of,
-    check_shared,
     command_of,
-    shared_options,
     worker_home,
 )
 from node.network.gate import Backoff
@@ -39,22 +37,15 @@ from swarm.events import NodeEvent, to_dict
 from swarm.run_template import emit, preset
 from swarm.runfile import with_start
 
-OPTIONS: dict[str, Any] = {
-    "port": 4001,
-    "announce": ("203.0.113.7",),
-    "listen": (),
-    "relay": (),
-    "block": None,
-    "data": None,
-    "device": "auto",
-    "threads": 8,
-    "max_memory": 8.0,
-    "max_gb_per_day": 10.0,
-    "up_mbps": 100.0,
-    "down_mbps": None,
-    "as_json": True,
-    "verbose": False,
-}
+OPTIONS = HostOptions(
+    port=4001,
+    announce=("203.0.113.7",),
+    threads=8,
+    max_memory=8.0,
+    max_gb_per_day=10.0,
+    up_mbps=100.0,
+    as_json=True,
+)
 TIMES = RunTimes(0.0, 10.0, 100)
 QUICK = Backoff(first_s=0.05, most_s=0.2)
 LIMIT_S = 60.0
@@ -63,28 +54,8 @@ LIMIT_S = 60.0
 # What each is told.
 
 
-def test_limits_are_shared_and_ports_differ() -> None:
-    third = shared_options(OPTIONS, 4, 2)
-    assert (third["max_memory"], third["max_gb_per_day"], third["up_mbps"]) == (2.0, 2.5, 25.0)
-    assert third["down_mbps"] is None and third["threads"] == 2 and third["port"] == 4003
-    assert shared_options({**OPTIONS, "port": 0, "threads": 1}, 4, 2)["port"] == 0
-    assert shared_options({**OPTIONS, "threads": None}, 4096, 0)["threads"] == 1
-    with pytest.raises(UsageError, match="no room"):
-        shared_options({**OPTIONS, "port": 65535}, 4, 2)
-
-
-def test_what_makes_no_sense_for_several() -> None:
-    check_shared(OPTIONS, 2)
-    with pytest.raises(UsageError, match="--block"):
-        check_shared({**OPTIONS, "block": 0}, 2)
-    for text in ("/ip4/203.0.113.7/tcp/4001", "203.0.113.7:4001", "[2001:db8::1]:4001"):
-        with pytest.raises(UsageError, match="names a port"):
-            check_shared({**OPTIONS, "announce": (text,)}, 2)
-    check_shared({**OPTIONS, "announce": ("2001:db8::1",)}, 2)
-
-
 def test_the_command_of_a_worker_is_one_that_we_understand(tmp_path: Path) -> None:
-    shared = {**shared_options(OPTIONS, 2, 1), "first_block": 3}
+    shared = replace(OPTIONS.shared(2, 1, cores=8), first_block=3)
     command = command_of(["/ip4/1.2.3.4/tcp/1/p2p/x"], tmp_path, 1, shared)
     assert command[1:4] == ["-m", "node.cli", "join"]
     parsed = join.make_context("join", command[4:]).params
@@ -92,7 +63,7 @@ def test_the_command_of_a_worker_is_one_that_we_understand(tmp_path: Path) -> No
     assert parsed["as_json"] and parsed["port"] == 4002
     assert parsed["first_block"] == 3 and parsed["block"] is None, "it may move from there"
     assert parsed["max_memory"] == 4.0 and parsed["announce"] == ("203.0.113.7",)
-    assert "--verbose" not in arguments_of(shared)
+    assert "--verbose" not in shared.arguments()
 
 
 # Which block.
@@ -139,10 +110,11 @@ def test_a_worker_begins_with_its_block_and_may_leave_it(
 ) -> None:
     run = preset("tiny", "x")
     text = with_start(emit(run), 1000)
-    options = {**OPTIONS, "no_serve": False}
-    commands = _commands((), tmp_path, [3, 1], options, text)
+    commands = _commands((), tmp_path, [3, 1], OPTIONS, text)
     parsed = join.make_context("join", [*commands[0][4:], "/ip4/1.2.3.4"]).params
-    part = Part(text, tmp_path, (), False, {**options, **parsed})
+    known = {field.name for field in fields(HostOptions)}
+    typed = HostOptions(**{name: value for name, value in parsed.items() if name in known})
+    part = Part(text, tmp_path, (), False, typed)
     settings = _host_settings(part, network_settings(part))
     assert (settings.block, settings.first_block) == (None, 3)
 
@@ -159,9 +131,9 @@ def test_a_worker_begins_with_its_block_and_may_leave_it(
 
 def test_more_workers_than_fit(tmp_path: Path) -> None:
     run = preset("tiny", "x")
-    one = worker_memory_bytes(run) / 1e9
+    one = worker_memory_bytes(run)
     found = Lookup(emit(run), (0, 0, 0, 0))
-    assert len(blocks_for(tmp_path, 2, 2.1 * one, found, run)) == 2
+    assert len(blocks_for(tmp_path, 2, round(2.1 * one), found, run)) == 2
     with pytest.raises(UsageError, match="2 workers need"):
         blocks_for(tmp_path, 2, one, found, run)
 
