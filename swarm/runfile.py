@@ -17,6 +17,7 @@ import re
 import tomllib
 from collections.abc import Collection, Mapping
 from dataclasses import dataclass, fields, is_dataclass, replace
+from functools import lru_cache
 from typing import Any, Literal, get_type_hints
 
 from protocol.codec import MAX_SIZE, CodecSpec
@@ -262,6 +263,7 @@ def with_start(text: bytes, start_s: int) -> bytes:
 # Reading
 
 
+@lru_cache(4)  # a host asks for what is in its file more than once
 def parse(text: bytes) -> RunFile:
     """Read a run file that anybody may have written; a `RunFileError` names what is wrong."""
     try:

@@ -27,6 +27,7 @@ import uvloop
 import node.network.daemon as node_daemon
 from node.network import invitation
 from node.network.addresses import with_peer
+from node.network.client import guest
 from node.network.daemon import Daemon
 from node.network.network import Network, NetworkSettings
 from node.network.p2pd_stream import P2pdStream
@@ -136,7 +137,8 @@ def test_one_seed_that_lives_is_enough(tmp_path: Path, closed: int) -> None:
     async def serve() -> None:
         async with peer(tmp_path) as a:
             addresses = [at(closed), await address_of(a)]
-            assert await invitation.fetch_run(addresses) == RUN_FILE
+            async with guest() as visitor:
+                assert await visitor.fetch_run(addresses) == RUN_FILE
 
     run(serve())
 

@@ -16,13 +16,11 @@ from collections.abc import Sequence
 from typing import Any
 
 from node.machine.event_loop import run_loop
-from node.network.client import client_network
-from node.network.invitation import fetch_run
+from node.network.client import visit
 from node.serving.client import SweepClient
 from node.serving.output import Order, Output
 from protocol.errors import BlockswarmError
 from protocol.limits import SWEEP_HOP_MAX_S
-from protocol.records import Role
 from swarm.runfile import parse, run_id
 from swarm.writing.generate import Sampling
 
@@ -59,8 +57,7 @@ async def write(client: SweepClient, asked: dict[str, Any]) -> dict[str, Any]:
 
 
 async def serve(address: str) -> None:
-    text = await fetch_run([address])
-    async with client_network(text, [address], _say, Role(0)) as network:
+    async with visit([address], _say) as (text, network):
         # A slow host is not a dead one here: one pass may take minutes.
         client = SweepClient(network, run_id(text), parse(text).run, _say, SWEEP_HOP_MAX_S)
         try:

@@ -17,12 +17,10 @@ import time
 from typing import Any
 
 from node.machine.event_loop import run_loop
-from node.network.client import client_network
-from node.network.invitation import fetch_run
+from node.network.client import visit
 from node.serving.client import SweepClient
 from node.serving.output import Order, Output
 from protocol.errors import BlockswarmError
-from protocol.records import Role
 from swarm.runfile import parse, run_id
 from swarm.writing.generate import Sampling
 
@@ -72,8 +70,7 @@ async def batch(client: SweepClient, asked: list[Facts], at_once: int) -> list[F
 
 
 async def serve(address: str) -> None:
-    text = await fetch_run([address])
-    async with client_network(text, [address], _say, Role(0)) as network:
+    async with visit([address], _say) as (text, network):
         client = SweepClient(network, run_id(text), parse(text).run, _say)
         try:
             print(json.dumps({"ready": True}), flush=True)

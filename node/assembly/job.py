@@ -25,8 +25,7 @@ from node.local.model_folder import has_model, read_manifest, save_model
 from node.local.training import FIT_BYTES, held_out_batches
 from node.machine.atomic import hold_folder
 from node.machine.device import choose_device, make_deterministic
-from node.network.client import client_network, replicas_of
-from node.network.invitation import fetch_run
+from node.network.client import guest, replicas_of
 from node.network.peers import NetworkPeers
 from protocol.errors import DataError, UsageError
 from protocol.ledger import Ledger
@@ -106,25 +105,22 @@ async def assemble(
     """
     make_deterministic(options.threads)
     device = choose_device(options.device)
-    text = await fetch_run(options.addresses)
-    run_file = parse(text)
     was_there = options.out.exists()
     try:
-        with hold_folder(options.out):
-            kept = _folder_of_run(options.out, run_id(text))
-            judge = await asyncio.to_thread(load_judge, run_file, options)
-            async with client_network(text, options.addresses, say, Role.ASSEMBLER) as network:
-                store = ConsensusStore(options.out, run_id(text), run_file.exchange.snapshot_every)
-                peers = CountedPeers(NetworkPeers(network), on_bytes)
-                assembler = Assembler(
-                    run_file, run_id(text), peers, replicas_of(network), say, store
-                )
-                job = _Job(
-                    options, run_file, run_id(text), assembler, judge, device, network.ledger
-                )
-                if options.watch:
-                    return await job.watch(kept, say, on_model)
-                return await job.once(on_model)
+        async with guest() as visitor:
+            text = await visitor.fetch_run(options.addresses)
+            run_file, run = parse(text), run_id(text)
+            with hold_folder(options.out):
+                kept = _folder_of_run(options.out, run)
+                judge = await asyncio.to_thread(load_judge, run_file, options)
+                async with visitor.network(text, options.addresses, say, Role.ASSEMBLER) as network:
+                    store = ConsensusStore(options.out, run, run_file.exchange.snapshot_every)
+                    peers = CountedPeers(NetworkPeers(network), on_bytes)
+                    assembler = Assembler(run_file, run, peers, replicas_of(network), say, store)
+                    job = _Job(options, run_file, run, assembler, judge, device, network.ledger)
+                    if options.watch:
+                        return await job.watch(kept, say, on_model)
+                    return await job.once(on_model)
     finally:
         if not was_there:
             with suppress(OSError):  # not empty: something was kept

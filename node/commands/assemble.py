@@ -222,16 +222,14 @@ async def _watch_status(
     watch: bool,
     show: Callable[[RunStatus], None],
 ) -> bool:
-    from node.network.client import client_network, replicas_of, run_clock
-    from node.network.invitation import fetch_run
+    from node.network.client import replicas_of, run_clock, visit
     from node.network.peers import NetworkPeers
     from node.report.status import look
-    from protocol.records import Role
     from swarm.runfile import parse, run_id
 
-    text, through = known or (await fetch_run(addresses), addresses)
-    run_file = parse(text)
-    async with client_network(text, through, say, Role(0)) as network:
+    known_text, through = known or (None, addresses)
+    async with visit(through, say, known=known_text) as (text, network):
+        run_file = parse(text)
         while True:
             now_s = (await run_clock(network)).run_time_s(time.time())
             records, peers = replicas_of(network), NetworkPeers(network)

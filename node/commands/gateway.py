@@ -165,8 +165,7 @@ async def _serve(
     tell: Callable[[Facts], None],
 ) -> None:
     from node.gateway.server import Gateway
-    from node.network.client import client_network
-    from node.network.invitation import fetch_run
+    from node.network.client import guest
     from node.serving.client import SweepClient
     from node.serving.server import check_servable
     from protocol.records import Role
@@ -180,28 +179,30 @@ async def _serve(
     def remark(line: str) -> None:
         tell({"event": "remark", "text": line})
 
-    text = await _unless(stop, fetch_run(addresses))
-    if text is None:
-        return
-    check_servable(parse(text).run)
-    settings = _settings(parse(text).name, key, options)
-    if key is None and open_to_others(settings.host):
-        remark(
-            f"anyone who reaches {settings.host} can use this gateway: it has no key "
-            f"(--api-key-file, or {KEY_VARIABLE})"
-        )
-    async with client_network(text, addresses, remark, Role(0)) as network:
-        client = SweepClient(network, run_id(text), parse(text).run, remark)
-        server = Gateway(client, settings, tell)
-        try:
-            await server.start()
-            health = await _unless(stop, server.health.now()) or {"status": "stopped"}
-            ready = {"url": server.url, "model": settings.model, "swarm": health["status"]}
-            tell({"event": "ready", **ready, "key": key is not None})
-            await stop.wait()
-        finally:
-            await server.stop()
-            await client.close()
+    async with guest() as visitor:
+        text = await _unless(stop, visitor.fetch_run(addresses))
+        if text is None:
+            return
+        run_file = parse(text)
+        check_servable(run_file.run)
+        settings = _settings(run_file.name, key, options)
+        if key is None and open_to_others(settings.host):
+            remark(
+                f"anyone who reaches {settings.host} can use this gateway: it has no key "
+                f"(--api-key-file, or {KEY_VARIABLE})"
+            )
+        async with visitor.network(text, addresses, remark, Role(0)) as network:
+            client = SweepClient(network, run_id(text), run_file.run, remark)
+            server = Gateway(client, settings, tell)
+            try:
+                await server.start()
+                health = await _unless(stop, server.health.now()) or {"status": "stopped"}
+                ready = {"url": server.url, "model": settings.model, "swarm": health["status"]}
+                tell({"event": "ready", **ready, "key": key is not None})
+                await stop.wait()
+            finally:
+                await server.stop()
+                await client.close()
     tell({"event": "stopped"})
 
 

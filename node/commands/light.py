@@ -273,7 +273,8 @@ def _run_trio(main: Callable[[], Awaitable[T]]) -> T:
     import trio
 
     try:
-        return trio.run(main)
+        # Ctrl-C in the middle of trio's own work would leave a warning about it behind.
+        return trio.run(main, restrict_keyboard_interrupt_to_checkpoints=True)
     except BaseExceptionGroup as group:
         if group.subgroup(KeyboardInterrupt):  # Ctrl-C while a nursery was open
             raise KeyboardInterrupt from None

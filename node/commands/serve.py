@@ -99,7 +99,6 @@ def serve(address: tuple[str, ...], **options: Any) -> None:
 async def _prepared(addresses: tuple[str, ...], options: Mapping[str, Any]) -> ServingHost:
     from node.machine.device import choose_device, make_deterministic
     from node.network.daemon import ALL_INTERFACES, DaemonSettings
-    from node.network.invitation import fetch_run
     from node.network.network import NetworkSettings
     from node.serving.host import ServeSettings, ServingHost, open_folder
     from node.serving.server import check_servable
@@ -112,7 +111,7 @@ async def _prepared(addresses: tuple[str, ...], options: Mapping[str, Any]) -> S
     make_deterministic(options["threads"])
     device = choose_device(options["device"])
     folder = open_folder(options["model"], device) if options["model"] else None
-    text = await fetch_run(addresses) if addresses else folder.run_file if folder else b""
+    text = await _run_behind(addresses) if addresses else folder.run_file if folder else b""
     run = parse(text).run
     check_servable(run)
     if folder is not None and folder.model.run.model != run.model:
@@ -135,6 +134,13 @@ async def _prepared(addresses: tuple[str, ...], options: Mapping[str, Any]) -> S
     )
     blocks = tuple(sorted(set(options["block"]))) or tuple(range(run.model.blocks))
     return ServingHost(ServeSettings(network, blocks, device, folder), say)
+
+
+async def _run_behind(addresses: tuple[str, ...]) -> bytes:
+    from node.network.client import guest
+
+    async with guest() as visitor:
+        return await visitor.fetch_run(addresses)
 
 
 async def until_stopped(host: ServingHost) -> None:
@@ -215,42 +221,48 @@ async def _generate(
     options: Mapping[str, Any],
     out: ByteWriter | None,
 ) -> Facts:
-    from node.network.client import client_network
-    from node.network.invitation import fetch_run
+    from node.network.client import NO_ROLE, guest
     from node.serving.client import SweepClient
     from node.serving.output import Order, Output, check_without
     from node.serving.server import check_servable
-    from protocol.records import Role
     from swarm.runfile import parse, run_id
     from swarm.writing.denoise import require_denoising
 
-    text = await fetch_run([address])
-    run, without = parse(text).run, tuple(options["without"])
     mode, joint = options["mode"], options["mode"] == "denoise"
-    check_servable(run)
-    check_without(run, without)
-    if joint:
-        require_denoising(run)
     draft_length = {"exact": options["draft_length"], "autoregressive": 0}.get(mode)
+    without = tuple(options["without"])
     order = Order(
         prompt, length, sampling, options["drafts"], draft_length, joint=joint, without=without
     )
-    async with client_network(text, [address], say, Role(0)) as network:
-        client = SweepClient(network, run_id(text), run, say)
-        try:
-            output = Output(client, order)
-            written = bytearray()
-            async for piece in output.write():
-                if out is not None:
-                    out.write(piece if written else prompt + piece)
-                written += piece
-            if out is not None:
-                out.close()
-        finally:
-            await client.close()
-        facts = _facts(output, bytes(written), prompt, options["mode"])
-        facts["wire_bytes"] = _serving_bytes(network)
+    async with guest() as visitor:
+        text = await visitor.fetch_run([address])
+        run = parse(text).run
+        check_servable(run)
+        check_without(run, without)
+        if joint:
+            require_denoising(run)
+        async with visitor.network(text, [address], say, NO_ROLE) as network:
+            client = SweepClient(network, run_id(text), run, say)
+            try:
+                output = Output(client, order)
+                written = await _write(output, prompt, out)
+            finally:
+                await client.close()
+            facts = _facts(output, written, prompt, mode)
+            facts["wire_bytes"] = _serving_bytes(network)
     return facts
+
+
+async def _write(output: Output, prompt: bytes, out: ByteWriter | None) -> bytes:
+    """Hand the pieces on as they come; all of them."""
+    written = bytearray()
+    async for piece in output.write():
+        if out is not None:
+            out.write(piece if written else prompt + piece)
+        written += piece
+    if out is not None:
+        out.close()
+    return bytes(written)
 
 
 def _serving_bytes(network: Any) -> int:

@@ -21,7 +21,6 @@ from node.console.terminal import say
 from node.host import home as homes
 from node.host.options import HostOptions
 from node.host.taking_part import Part, stoppable_at_once, take_part
-from node.machine.event_loop import run_loop
 from node.machine.phases import mark
 from node.network.addresses import check_addresses
 from protocol.errors import UsageError
@@ -131,17 +130,35 @@ def seed(run: tuple[str, ...], folder: Path | None, no_train: bool, **options: A
     """
     typed = HostOptions(**options)
     typed.check()
-    text, home, addresses = _seed_source(run, folder)
-    known = homes.invitations_in(home)
-    if known and homes.in_use(home):
-        say(f"a host runs in {home}, and every host can be joined through; this one with:")
-        for line in known:
-            print(f"blockswarm join {line}")
-        return
     with stoppable_at_once():
+        if any(map(meant_as_address, run)):
+            check_addresses(run)
+            if not no_train:
+                _prepare()
+            take_part(_seed_behind(run, folder, typed, not no_train))
+        text, home, addresses = _seed_source(run, folder)
+        known = homes.invitations_in(home)
+        if known and homes.in_use(home):
+            say(f"a host runs in {home}, and every host can be joined through; this one with:")
+            for line in known:
+                print(f"blockswarm join {line}")
+            return
         if not no_train:
             _prepare()
-        take_part(Part(text, home, addresses, True, typed, trains=not no_train))
+        take_part(_at_hand(Part(text, home, addresses, True, typed, trains=not no_train)))
+
+
+async def _at_hand(part: Part) -> Part:
+    return part
+
+
+async def _seed_behind(
+    addresses: tuple[str, ...], folder: Path | None, options: HostOptions, trains: bool
+) -> Part:
+    from node.host.joining import arrive
+
+    here = await arrive(addresses, folder, options)
+    return Part(here.text, here.home, addresses, True, options, trains, guest=here.guest)
 
 
 def _prepare() -> None:
@@ -154,17 +171,8 @@ def _prepare() -> None:
 
 def _seed_source(run: tuple[str, ...], folder: Path | None) -> tuple[bytes, Path, tuple[str, ...]]:
     """The run file, the seed's folder, and through whom it joins."""
-    from swarm.runfile import parse, run_id
+    from swarm.runfile import parse
 
-    if any(map(meant_as_address, run)):
-        check_addresses(run)
-        from node.host.joining import run_of
-
-        text = run_loop(run_of(run, folder))
-        home = folder or homes.free_folder(homes.state_home() / run_id(text).hex()[:16])
-        homes.make(home)
-        homes.remember(home, text, run)
-        return text, home, run
     if len(run) > 1:
         raise UsageError("RUN is one run file, one folder, or addresses", "blockswarm seed --help")
     if not run and folder is None:
@@ -240,27 +248,20 @@ def join(
         return
     with stoppable_at_once():
         _prepare()
-        text, home = _joined(address, folder, as_worker)
-        take_part(Part(text, home, address, False, typed, worker=as_worker))
+        take_part(_join(address, folder, as_worker, typed))
 
 
-def _joined(
-    addresses: tuple[str, ...], folder: Path | None, as_worker: int | None
-) -> tuple[bytes, Path]:
+async def _join(
+    addresses: tuple[str, ...], folder: Path | None, as_worker: int | None, options: HostOptions
+) -> Part:
     """The run and the host's folder, with both remembered for the next time."""
-    from swarm.runfile import run_id
+    from node.host.joining import arrive
 
-    if as_worker is not None and folder is not None:
-        known = homes.run_in(folder)  # its supervisor has asked already
-        if known is not None:
-            return known, folder
-    from node.host.joining import run_of
-
-    text = run_loop(run_of(addresses, folder))
-    home = folder or homes.free_folder(homes.state_home() / run_id(text).hex()[:16])
-    homes.make(home)
-    homes.remember(home, text, addresses)
-    return text, home
+    known = homes.run_in(folder) if as_worker is not None and folder is not None else None
+    if known is not None and folder is not None:  # its supervisor has asked already
+        return Part(known, folder, addresses, False, options, worker=as_worker)
+    here = await arrive(addresses, folder, options)
+    return Part(here.text, here.home, addresses, False, options, worker=as_worker, guest=here.guest)
 
 
 swarm_commands = (seed, join)

@@ -119,9 +119,10 @@ async def _start(plan: Plan, identity: Path) -> tuple[Daemon, int, float]:
 async def _peers(daemon: Daemon, plan: Plan, own: Sequence[str], knocked_at: int) -> list[Check]:
     from node.network.addresses import split_peer
     from node.network.invitation import ask_peer
+    from protocol.ledger import Ledger
 
     targets = [(text, *split_peer(text)) for text in plan.addresses]
-    asks = (ask_peer(daemon, peer_id, address) for _, peer_id, address in targets)
+    asks = (ask_peer(daemon, Ledger(), peer_id, address) for _, peer_id, address in targets)
     answers = await asyncio.gather(*asks, return_exceptions=True)
     met = [
         Met(text, peer_id, answer)

@@ -186,16 +186,18 @@ def _look_up_and_send(
 
 async def _look_up(addresses: tuple[str, ...], folder: Path | None) -> Lookup:
     from node.host.joining import run_of
-    from node.network.client import client_network, run_clock
+    from node.network.client import guest, run_clock
     from node.network.network import NobodyThere
     from protocol.records import Role
 
-    text = await run_of(addresses, folder)
-    counts: tuple[int, ...] = (0,) * parse(text).run.model.blocks
-    with contextlib.suppress(NobodyThere):  # workers that were here before know other peers
-        async with client_network(text, addresses, lambda _: None, Role(0)) as network:
-            now_s = (await run_clock(network)).run_time_s(time.time())
-            counts = await _hosts(network, parse(text), now_s)
+    async with guest() as visitor:
+        text = await run_of(visitor, addresses, folder)
+        run_file = parse(text)
+        counts: tuple[int, ...] = (0,) * run_file.run.model.blocks
+        with contextlib.suppress(NobodyThere):  # workers that were here before know other peers
+            async with visitor.network(text, addresses, lambda _: None, Role(0)) as network:
+                now_s = (await run_clock(network)).run_time_s(time.time())
+                counts = await _hosts(network, run_file, now_s)
     return Lookup(text, counts)
 
 

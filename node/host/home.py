@@ -9,6 +9,7 @@ from __future__ import annotations
 
 import contextlib
 import os
+import shutil
 import time
 from collections.abc import Iterable
 from pathlib import Path
@@ -55,17 +56,26 @@ def make(home: Path, option: str = "--folder") -> None:
 
 def free_folder(base: Path) -> Path:
     """The first folder of this run whose identity no other process uses."""
-    from protocol.identity import IdentityInUse, load_or_create
-
     for number in range(1, HOSTS_PER_RUN + 1):
         folder = base if number == 1 else base.with_name(f"{base.name}-{number}")
         make(folder)
-        try:
-            load_or_create(folder / "identity").close()
-        except IdentityInUse:
-            continue
-        return folder
+        if not in_use(folder):
+            return folder
     raise UsageError(f"{HOSTS_PER_RUN} hosts of this run are on this machine", "give --folder")
+
+
+def take_identity(home: Path, identity: Path) -> bool:
+    """Make `identity` that of a folder that has none; whether it had none."""
+    own = home / "identity"
+    try:
+        os.link(identity, own)  # unlike a rename it never replaces one that is there
+    except FileExistsError:
+        return False
+    except OSError:  # a file system without hard links
+        if own.exists():
+            return False
+        shutil.move(identity, own)
+    return True
 
 
 def in_use(home: Path) -> bool:

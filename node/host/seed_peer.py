@@ -32,12 +32,18 @@ LOOK_EVERY_S = 15.0
 class SeedPeer:
     """`run` answers until it is cancelled."""
 
-    def __init__(self, settings: NetworkSettings, folder: Path, say: Callable[[str], None]) -> None:
+    def __init__(
+        self,
+        settings: NetworkSettings,
+        folder: Path,
+        say: Callable[[str], None],
+        network: Callable[..., Network] = Network,
+    ) -> None:
         self.folder, self.say = folder, say
         self.run_file: RunFile = parse(settings.run_file)
         if not self.run_file.started:
             raise UsageError("this run has not started", "start it with: blockswarm seed run.toml")
-        self.network = Network(settings, self._status, say)
+        self.network = network(settings, self._status, say)
         self.events = EventLog(folder, say)
         self.replicas: dict[int, int] = {}  # of every block, as seen last
 

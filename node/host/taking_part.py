@@ -14,10 +14,11 @@ import os
 import signal
 import sys
 import time
-from collections.abc import Iterator
-from dataclasses import dataclass
+from collections.abc import Callable, Coroutine, Iterator
+from dataclasses import dataclass, replace
+from functools import partial
 from pathlib import Path
-from typing import TYPE_CHECKING, Literal, NoReturn, Protocol, TypeVar
+from typing import TYPE_CHECKING, Any, NoReturn, Protocol, TypeVar
 
 from node.console.amounts import duration_words
 from node.console.terminal import LiveLine, on_terminal, say
@@ -33,6 +34,7 @@ if TYPE_CHECKING:
     from node.host.event_log import EventLog
     from node.host.host import Host
     from node.host.settings import HostSettings
+    from node.network.client import Guest
     from node.network.network import Network, NetworkSettings
     from swarm.runfile import RunFile
 
@@ -51,6 +53,7 @@ class Part:
     options: HostOptions
     trains: bool = True
     worker: int | None = None
+    guest: Guest | None = None  # the p2pd that found the run, to go on with
 
 
 class Member(Protocol):
@@ -67,10 +70,16 @@ class Member(Protocol):
         """What the live line says."""
 
 
-def take_part(part: Part) -> None:
-    """Take part until asked to leave. Does not return: the process ends."""
+def take_part(arriving: Coroutine[Any, Any, Part]) -> None:
+    """Find the run, then take part until asked to leave. Does not return: the process ends."""
+    run_loop(_take_part(arriving))
+    _end_now(0)  # all is saved, closed and ended
+
+
+async def _take_part(arriving: Coroutine[Any, Any, Part]) -> None:
     from swarm.runfile import parse
 
+    part = await arriving
     run_file, options = parse(part.text), part.options
     _log_above(logging.DEBUG if options.verbose else logging.ERROR)
     if part.worker is None and not options.as_json:
@@ -79,15 +88,26 @@ def take_part(part: Part) -> None:
     settings = network_settings(part)
     member: Member
     if part.trains:
+        from node.host import block_work
         from node.host.host import Host
 
-        member = Host(_host_settings(part, settings), say)
+        parts = replace(block_work.live_parts(), network=_network_maker(part))
+        member = Host(_host_settings(part, settings), say, parts)
     else:
         from node.host.seed_peer import SeedPeer
 
-        member = SeedPeer(settings, part.home, say)
-    run_loop(_until_stopped(member, part, run_file))
-    _end_now(0)  # all is saved, closed and ended
+        member = SeedPeer(settings, part.home, say, _network_maker(part))
+    await _until_stopped(member, part, run_file)
+
+
+def _network_maker(part: Part) -> Callable[..., Network]:
+    """Makes the host's network, on the p2pd that found the run if there is one."""
+    from node.network.network import Network
+
+    guest = part.guest
+    if guest is None:
+        return Network
+    return partial(Network, daemon=guest.daemon, ledger=guest.ledger)
 
 
 @contextlib.contextmanager
@@ -115,23 +135,15 @@ def _end_now(code: int) -> NoReturn:
 
 
 def network_settings(part: Part) -> NetworkSettings:
-    from node.network.addresses import split_peer
-    from node.network.daemon import ALL_INTERFACES, DaemonSettings
+    from node.host.joining import daemon_settings
+    from node.network.daemon import ALL_INTERFACES
     from node.network.network import NetworkSettings
     from swarm.runfile import parse, run_id
 
     options = part.options
-    hosts = options.listen or ALL_INTERFACES
-    port = options.port or port_of_before(part.home, hosts)
-    relays = options.relay
-    for relay in relays:
-        split_peer(relay)  # refuses what is no whole address, before p2pd does it in its own words
-    reachability: Literal["auto", "private"] = "private" if relays else "auto"
-    daemon = DaemonSettings(
-        part.home / "identity", port=port, hosts=hosts, relays=relays, reachability=reachability
-    )
+    port = options.port or port_of_before(part.home, options.listen or ALL_INTERFACES)
     return NetworkSettings(
-        daemon,
+        daemon_settings(options, part.home / "identity", port),
         run_id(part.text),
         part.text,
         join=part.addresses,

@@ -1,33 +1,31 @@
 """Getting to know a run from nothing but an address: who answers, and the run file by its hash.
 
-Decides how long each address is given, what is said of those that do not answer, and that a clock
-which is far from the peers' is refused here, before it costs rounds. Uses a daemon and an identity
-of its own for a moment, because the host's folder is named after the run, which is not known yet.
+Says what is wrong with addresses at which nobody answers. Refuses a clock that is far from the
+peers', before it costs rounds.
 """
 
 from __future__ import annotations
 
 import asyncio
 import re
-import tempfile
 import time
 from collections.abc import Callable, Coroutine, Sequence
 from dataclasses import dataclass
-from pathlib import Path
 from statistics import median
 from typing import Any
 
 from node.network.addresses import host_port, is_relayed, split_peer
-from node.network.daemon import Daemon, DaemonSettings
+from node.network.daemon import Daemon
 from node.network.dial_back import knock
 from node.network.gate import Unreachable
 from protocol import messages
 from protocol.errors import BlockswarmError, UsageError, WireError
 from protocol.frames import Busy, Channel, Deadline, Refused, Stalled, VersionMismatch
 from protocol.frames import content_digest as digest_of
-from protocol.identity import load_or_create
+from protocol.identity import peer_text
+from protocol.ledger import Ledger
 from protocol.limits import CLOCK_SKEW_S
-from protocol.messages import DialOutcome, ErrorCode
+from protocol.messages import DialOutcome, ErrorCode, Purpose
 from protocol.version import PACKAGE_VERSION
 from swarm.rounds.clock import ClockSample
 from swarm.runfile import parse
@@ -57,21 +55,14 @@ class Invited:
     clock: ClockSample
 
 
-async def fetch_run(
-    addresses: Sequence[str], say: Callable[[str], None] = lambda line: None
+async def run_behind(
+    daemon: Daemon, ledger: Ledger, addresses: Sequence[str], say: Callable[[str], None]
 ) -> bytes:
     """The run file of the peers at these addresses, checked. The first that answers will do."""
     wanted = [split_peer(text) for text in addresses]
-    with tempfile.TemporaryDirectory(prefix="blockswarm-") as folder:
-        path = Path(folder) / "identity"
-        load_or_create(path).close()
-        daemon = await Daemon.start(DaemonSettings(path, hosts=(), map_port=False))
-        try:
-            answers = await _first_answers(
-                [ask_peer(daemon, peer, address) for peer, address in wanted]
-            )
-        finally:
-            await daemon.stop()
+    answers = await _first_answers(
+        [ask_peer(daemon, ledger, peer, address) for peer, address in wanted]
+    )
     found = [answer for answer in answers if isinstance(answer, Invited)]
     if len({answer.run_file for answer in found}) > 1:
         raise UsageError("these addresses belong to different runs", "give those of one run")
@@ -99,18 +90,22 @@ async def _first_answers(asks: Sequence[Coroutine[Any, Any, Invited]]) -> list[o
     return list(answers)
 
 
-async def ask_peer(daemon: Daemon, peer: bytes, address: str) -> Invited:
+async def ask_peer(daemon: Daemon, ledger: Ledger, peer: bytes, address: str) -> Invited:
     """Who is there, and of which run? Raises a `WireError`, or `UsageError` for a bad run file."""
     deadline = Deadline.after(ASK_S)
     stream = await daemon.transport.dial(peer, [address], deadline)
-    async with Channel(stream, deadline) as channel:
-        sent_s = time.time()
-        await messages.send(channel, messages.Hello())
-        hello, _ = await messages.receive(channel, messages.HelloReply)
-        clock = ClockSample(sent_s, hello.now_s, time.time())
-        await messages.send(channel, messages.RunRequest(run=hello.run))
-        _, head = await messages.receive(channel, messages.RunReply)
-        text = bytes(await channel.receive_bytes(head, hello.run))
+    channel = Channel(stream, deadline)
+    try:
+        async with channel:
+            sent_s = time.time()
+            await messages.send(channel, messages.Hello())
+            hello, _ = await messages.receive(channel, messages.HelloReply)
+            clock = ClockSample(sent_s, hello.now_s, time.time())
+            await messages.send(channel, messages.RunRequest(run=hello.run))
+            _, head = await messages.receive(channel, messages.RunReply)
+            text = bytes(await channel.receive_bytes(head, hello.run))
+    finally:
+        ledger.book(channel.tally, peer_text(peer), Purpose.CONTROL)
     assert digest_of(text) == hello.run
     return Invited(text, hello, clock)
 

@@ -93,11 +93,15 @@ class Network:
         rng: random.Random | None = None,
         gate: Gate | None = None,
         clock: SteadyTime | None = None,
+        daemon: Daemon | None = None,
+        ledger: Ledger | None = None,
     ) -> None:
+        """`daemon`: one that runs already, under the settings' identity; `ledger`: its bytes."""
         self.settings = settings
         self._seeds = parse_seeds(settings.join)
         folder = settings.state_folder
-        self.ledger = Ledger.load(folder / "ledger.json") if folder else Ledger()
+        loaded = Ledger.load(folder / "ledger.json") if folder else Ledger()
+        self.ledger = ledger or loaded
         self.service = Service(self.ledger, gate, up_bytes_per_s=settings.up_bytes_per_s)
         self.clock = clock or SteadyTime()
         self.standings = Standings(self.clock.steady)
@@ -126,6 +130,7 @@ class Network:
         self._say = say
         self._rng = rng or random.Random()
         self._daemon: Daemon | None = None
+        self._given = daemon
         self._pool = StreamPool()
         self._tasks: list[asyncio.Task[None]] = []
         self._record: Record | None = None
@@ -185,7 +190,7 @@ class Network:
         wanted = dataclasses.replace(
             self.settings.daemon, port=port, announce=announce or self.settings.daemon.announce
         )
-        daemon = await Daemon.start(wanted)
+        daemon, self._given = self._given or await Daemon.start(wanted), None
         try:
             if daemon.peer_id != self.identity.peer_id:
                 raise DaemonError("p2pd runs under another identity than ours")

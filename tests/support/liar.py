@@ -7,9 +7,9 @@ from dataclasses import replace
 
 if __name__ == "__main__":
     from node.cli import main
-    from node.host import host
+    from node.host import block_work
     from node.simulator.liar import Lie, liar
 
-    honest, lie = host.live_parts, Lie(sys.argv.pop(1))
-    host.live_parts = lambda: replace(honest(), replica=liar(lie))
+    honest, lie = block_work.live_parts, Lie(sys.argv.pop(1))
+    block_work.live_parts = lambda: replace(honest(), replica=liar(lie))
     main()

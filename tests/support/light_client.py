@@ -98,7 +98,7 @@ def several(address: str) -> list[int]:
                     nursery.start_soon(task, peer)
             await ask(peer)
 
-    trio.run(main)
+    trio.run(main, restrict_keyboard_interrupt_to_checkpoints=True)
     return counts
 
 
@@ -157,7 +157,7 @@ def flood(how: str) -> None:
         if failure is not None:
             raise failure
 
-    trio.run(main)
+    trio.run(main, restrict_keyboard_interrupt_to_checkpoints=True)
 
 
 if __name__ == "__main__":

@@ -120,7 +120,7 @@ def test_a_run_that_cannot_be_served_is_refused(
     async def fetch(*_: object) -> bytes:
         return many_blocks()
 
-    monkeypatch.setattr("node.network.invitation.fetch_run", fetch)
+    monkeypatch.setattr("node.network.client.Guest.fetch_run", fetch)
     monkeypatch.setenv("XDG_STATE_HOME", str(tmp_path))
     result = CliRunner().invoke(cli, [command, f"/ip4/127.0.0.1/tcp/9/p2p/{PEER}"])
     assert isinstance(result.exception, UsageError), result.exception
@@ -215,8 +215,8 @@ class FakeSwarm:
                 yield piece
             raise NobodyServes("no host of this run serves a block")
 
-        monkeypatch.setattr("node.network.invitation.fetch_run", fetch)
-        monkeypatch.setattr("node.network.client.client_network", network)
+        monkeypatch.setattr("node.network.client.Guest.fetch_run", fetch)
+        monkeypatch.setattr("node.network.client.Guest.network", network)
         monkeypatch.setattr(
             "node.serving.client.SweepClient", lambda *_: SimpleNamespace(close=close)
         )

@@ -14,7 +14,6 @@ from node.host.taking_part import (
     network_settings,
     say_if_over,
 )
-from node.network.addresses import AddressError
 from swarm.run_template import emit, preset
 from swarm.runfile import with_start
 
@@ -27,8 +26,6 @@ def test_rates_are_in_megabits(tmp_path: Any) -> None:
     settings = network_settings(Part(text, tmp_path, (), True, OPTIONS))
     assert settings.up_bytes_per_s == 1_000_000.0 and settings.down_bytes_per_s is None
     assert settings.daemon.port == 4001 and settings.state_folder == tmp_path
-    with pytest.raises(AddressError):
-        network_settings(Part(text, tmp_path, (), True, replace(OPTIONS, relay=("/ip4/1.2.3.4",))))
 
 
 def test_a_run_that_is_over_is_said_to_be(capsys: pytest.CaptureFixture[str]) -> None:

@@ -18,12 +18,10 @@ import pytest
 import torch
 
 from node.local.model_folder import load_model, save_model
-from node.network.client import client_network
-from node.network.invitation import fetch_run
+from node.network.client import visit
 from node.serving.client import SweepClient
 from node.serving.output import Figures, Order, Output
 from protocol.identity import peer_from_text
-from protocol.records import Role
 from swarm.learning.composition import ComposedModel
 from swarm.runfile import parse, run_id
 from swarm.writing.generate import Sampling, generate
@@ -108,11 +106,8 @@ async def _serve_and_compare(tmp_path: Path, model: ComposedModel) -> None:
         first = await start("h0", 0)
         others = [("h1", 1), ("h1b", 1), ("h2", 2)]
         hosts = await asyncio.gather(*(start(n, b, first.address) for n, b in others))
-        text = await fetch_run([first.address])
         said: list[str] = []
-        network = await stack.enter_async_context(
-            client_network(text, [first.address], said.append, Role(0))
-        )
+        text, network = await stack.enter_async_context(visit([first.address], said.append))
         client = SweepClient(network, run_id(text), parse(text).run, said.append)
         stack.push_async_callback(client.close)
         await _equal_on_many_prompts(client, model)
