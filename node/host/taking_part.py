@@ -72,6 +72,11 @@ class Member(Protocol):
 
 def take_part(arriving: Coroutine[Any, Any, Part]) -> None:
     """Find the run, then take part until asked to leave. Does not return: the process ends."""
+    # Imports of seconds, before the loop: there Ctrl-C would wait for their end.
+    import node.host.host
+    import node.host.joining
+    import node.host.seed_peer  # noqa: F401
+
     run_loop(_take_part(arriving))
     _end_now(0)  # all is saved, closed and ended
 
