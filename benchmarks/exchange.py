@@ -50,7 +50,6 @@ from swarm.learning.model import Block
 from swarm.learning.moving_copy import MovingCopy, frozen_copy
 from swarm.learning.worker import BlockWorker, initial_block
 from swarm.run import Run
-from swarm.runfile import scheduled_steps
 
 CPU = torch.device("cpu")
 NORM_ROUNDS, SCORE_ROUNDS = 8, 7  # what `ConsensusLog` remembers for the rule
@@ -286,7 +285,8 @@ class ExchangeSwarm:
     def one_round(self) -> None:
         """Train on while the last round's updates are exchanged, settle, train, send."""
         training = self.run.training
-        first, steps = scheduled_steps(training, self.round), training.steps_in_round(self.round)
+        steps = training.steps_per_round
+        first = self.round * steps
         overlap = self.rules.overlap_steps(steps) if self.round else 0
         self._train(first, overlap)
         self.settle()

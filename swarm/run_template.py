@@ -54,8 +54,6 @@ p_std = {noise.p_std}
 overlap = {noise.overlap}
 # The run is refused if z alone tells more than so many nats of the target.
 leak_limit_nats = {noise.leak_limit_nats}
-# Raise a block's lowest sigma during training if it is seen to read its target.
-adaptive = {noise.adaptive}
 
 [training]
 # How z enters. "bayes": as analytic evidence beside the network. "edm": as an input of the network
@@ -64,8 +62,6 @@ objective = {training.objective}
 # The most steps a host makes in a round; a slow host makes fewer. Longer rounds send fewer bytes,
 # shorter ones keep the copies of other blocks fresh. All steps: rounds.count times this.
 steps_per_round = {training.steps_per_round}
-# So many first rounds have fewer steps, growing to the full number. They take as long: 0 is usual.
-short_rounds = {training.short_rounds}
 # Windows of text in a step of one host. Memory grows with it.
 batch = {training.batch}
 # Rises during the warm-up, then falls in a half cosine to this share of its peak.
@@ -179,14 +175,7 @@ def preset(name: str, run_name: str, seed: int = 0, wishes: Wishes = AS_PRESET) 
     """The run that `init --preset` writes: its rounds and densities are planned (`swarm.plan`)."""
     from swarm.plan import ENDS_DENSITY, plan
     from swarm.run import ModelShape, Run, Training
-    from swarm.runfile import (
-        DataName,
-        DataRules,
-        ExchangeRules,
-        RoundSchedule,
-        RunFile,
-        scheduled_steps,
-    )
+    from swarm.runfile import DataName, DataRules, ExchangeRules, RoundSchedule, RunFile
 
     data: DataName = "python" if name == "tiny" else "wikitext-103"
     if name == "tiny":
@@ -202,13 +191,12 @@ def preset(name: str, run_name: str, seed: int = 0, wishes: Wishes = AS_PRESET) 
         hours, steps_per_s, min_replicas = 7 * 24.0, 2 / 3, 3
     else:
         raise UsageError(f"no preset is called {name}", f"choose one of {', '.join(PRESETS)}")
-    # In a swarm all periods are equally long, so short rounds would only idle.
-    training = replace(training, short_rounds=0, replica_power=0.5)
+    training = replace(training, replica_power=0.5)
     hours, steps_per_s = wishes.hours or hours, wishes.steps_per_s or steps_per_s
     planned = plan(training, hours * 3600.0, steps_per_s)
     rounds = RoundSchedule(0, planned.period_s, planned.count, *planned.windows_s)
-    training = replace(training, steps_per_round=planned.steps_per_round)
-    training = replace(training, steps=scheduled_steps(training, rounds.count))
+    steps = planned.count * planned.steps_per_round
+    training = replace(training, steps_per_round=planned.steps_per_round, steps=steps)
     run = Run(model=shape, training=training, seed=seed)
     exchange = ExchangeRules(_topk(planned.density), 32, min_replicas, ENDS_DENSITY)
     file = RunFile(run_name, run, DataRules(data, ""), rounds, exchange)

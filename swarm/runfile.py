@@ -29,7 +29,7 @@ from swarm.rounds.deadline import DeadlineRules
 from swarm.rounds.state import RoundRules
 from swarm.run import ModelShape, Noise, Run, Training
 
-FORMAT = 1
+FORMAT = 2
 MAX_TEXT_BYTES = PAYLOAD_MAX_BYTES[Kind.RUN_REPLY]
 # tomllib takes 40 s for 60 KB of one dotted key; with lines this short the worst found is 1 s.
 MAX_LINE_BYTES = 160
@@ -39,7 +39,6 @@ MAX_WORKER_BYTES = 2**40  # a run that needs more memory than this is a mistake 
 # Newcomers start from a snapshot that a log reply reaches back to, and replicas keep the last two:
 # the older one is up to twice as many rounds back as there are from one snapshot to the next.
 MAX_SNAPSHOT_EVERY = LOG_ENTRIES_PER_REPLY // 2
-MAX_SHORT_ROUNDS = 1000
 MAX_ENDS_DENSITY = 16.0  # all weights in the first and the last 16 exchanges
 LATER_TRAINING: Mapping[str, Any] = {
     "denoise_share": 0.0,
@@ -148,7 +147,7 @@ class ExchangeRules:
 class RunFile:
     """A run (swarm.run) and what a swarm needs besides: a name, data, a clock, an exchange.
 
-    `run.training.steps` is not in the file; it must be `scheduled_steps` of the rest.
+    `run.training.steps` is not in the file; it must be `rounds.count` times the steps of a round.
     """
 
     name: str
@@ -164,14 +163,8 @@ class RunFile:
             )
         self._check_size()
         model, training = self.run.model, self.run.training
-        if training.steps != scheduled_steps(training, self.rounds.count):
+        if training.steps != self.rounds.count * training.steps_per_round:
             raise RunFileError("training.steps is not what rounds.count makes it")
-        if self.run.noise.adaptive:
-            raise RunFileError(
-                "noise.adaptive: in a swarm sigmas cannot adapt, or the replicas of a block would "
-                "train on different ones",
-                "set adaptive = false; `blockswarm train --adaptive-sigma` has it",
-            )
         if model.relays and training.staggered and self.exchange.snapshot_every < model.blocks:
             possible = model.blocks <= MAX_SNAPSHOT_EVERY
             enough = f"set snapshot_every = {model.blocks} or more, or " if possible else "set "
@@ -218,14 +211,6 @@ def run_id(text: bytes) -> bytes:
     return content_digest(text)
 
 
-def scheduled_steps(training: Training, count: int) -> int:
-    """Steps in `count` rounds: count * steps_per_round, less what the short rounds leave out."""
-    _between("training.short_rounds", training.short_rounds, 0, MAX_SHORT_ROUNDS)
-    short = min(count, training.short_rounds)
-    first = sum(training.steps_in_round(number) for number in range(short))
-    return first + (count - short) * training.steps_per_round
-
-
 def with_start(text: bytes, start_s: int) -> bytes:
     """The file of a run that begins now: the same bytes but for the value of rounds.start_s."""
     before = parse(text)
@@ -266,18 +251,12 @@ def _tables(text: bytes) -> dict[str, Any]:
 
 
 def _read(raw: dict[str, Any]) -> RunFile:
-    version = raw.get("format", FORMAT)
-    if type(version) is int and version > FORMAT:
-        raise RunFileError(
-            f"this run needs a newer blockswarm (format above {FORMAT})", "upgrade blockswarm"
-        )
+    _check_format(_typed("format", raw.get("format", FORMAT), int))
     sections = ("model", "noise", "training", "data", "rounds", "exchange")
     _expect("the run file", raw, ("format", "name", "seed", *sections))
-    if _typed("format", version, int) != FORMAT:
-        raise RunFileError(f"format must be {FORMAT}")
     rounds = _section(RoundSchedule, "rounds", raw)
     training = _section(Training, "training", raw, derived={"steps": 1}, later=LATER_TRAINING)
-    training = replace(training, steps=scheduled_steps(training, rounds.count))
+    training = replace(training, steps=rounds.count * training.steps_per_round)
     run = Run(
         model=_section(ModelShape, "model", raw),
         noise=_section(Noise, "noise", raw),
@@ -287,6 +266,19 @@ def _read(raw: dict[str, Any]) -> RunFile:
     data = _section(DataRules, "data", raw)
     exchange = _section(ExchangeRules, "exchange", raw, later=LATER_EXCHANGE)
     return RunFile(_typed("name", raw["name"], str), run, data, rounds, exchange)
+
+
+def _check_format(version: int) -> None:
+    if version > FORMAT:
+        raise RunFileError(
+            f"this run needs a newer blockswarm (format above {FORMAT})", "upgrade blockswarm"
+        )
+    if version < FORMAT:
+        raise RunFileError(
+            f"this run file is of an older version: format {version}, where {FORMAT} is needed",
+            "blockswarm init writes a new one; a run that has begun ends with the version of "
+            "blockswarm that it began with",
+        )
 
 
 _T = TypeVar("_T", ModelShape, Noise, Training, DataRules, RoundSchedule, ExchangeRules)
