@@ -25,7 +25,7 @@ from node.data.windows import WindowStream, stream_seed
 from node.log.consensus import TREND_ROUNDS
 from protocol.errors import BlockswarmError, WireError
 from protocol.limits import WORK_ONE
-from swarm.consensus.aggregate import Rule, aggregate, clip_scale, norm_limit
+from swarm.consensus.aggregate import Aggregate, aggregate, clip_scale, norm_limit
 from swarm.consensus.feedback import Unsent, aside_share, set_aside
 from swarm.consensus.fixed_point import (
     QUANTUM_BITS,
@@ -41,7 +41,7 @@ from swarm.consensus.fixed_point import (
     to_float,
 )
 from swarm.consensus.schedule import CodecSchedule
-from swarm.consensus.sums import apply_step
+from swarm.consensus.sums import apply_step, mean_step, summed
 from swarm.consensus.updates import UpdateCodec, update_digest
 from swarm.learning.composition import ComposedModel
 from swarm.learning.coupling import composed_versions, followed_blocks, upstream_versions
@@ -68,6 +68,13 @@ def checked(codec: UpdateCodec, payload: bytes, block: int, round_: int, who: by
     return codec.decode(payload, block, round_, who)
 
 
+def plain_mean(updates: Sequence[FixedUpdate]) -> Aggregate:
+    """What averaging makes of them when nobody is judged."""
+    work = WORK_ONE * len(updates)
+    delta = mean_step(summed([(update, 1) for update in updates]), work)
+    return Aggregate(delta, (SCALE_ONE,) * len(updates), median_norm=0, work=work)
+
+
 @dataclass(frozen=True)
 class ExchangeRules:
     """What is exchanged, what arrives, and how it is read and combined."""
@@ -76,7 +83,7 @@ class ExchangeRules:
     participation: float = 1.0  # the share of updates that is in time; the others are left out
     late_rounds: int = 0  # a round's updates reach the consensus so many rounds later
     overlap: float = 0.2  # the share of a round's steps that is done while updates are exchanged
-    rule: Rule = Rule.AGREE
+    plain: bool = False  # plain averaging: nothing is clipped or left out
     same_text: bool = True
     read: Reader = checked
 
@@ -190,7 +197,7 @@ class BlockGroup:
     def _encode(self, rest: Unsent, number: int, peer_id: bytes) -> tuple[bytes, FixedUpdate]:
         """As `node.replica.replica.Replica.encode`: no longer than what the others would take."""
         payload, update = self.codec.encode(rest, self.block, number, peer_id)
-        limit = None if self.rules.rule is Rule.MEAN else norm_limit(tuple(self.norms))
+        limit = None if self.rules.plain else norm_limit(tuple(self.norms))
         scale = SCALE_ONE if limit is None else clip_scale(norm(update), limit)
         if scale < SCALE_ONE:
             shorter = rest.times(scale / SCALE_ONE)
@@ -223,13 +230,17 @@ class BlockGroup:
             for step in self.steps:
                 add_into(total, step)
             trend = compact(total)
-        result = aggregate(
-            [update for _, update in due],
-            rule=self.rules.rule,
-            recent_norms=self.norms,
-            trend=trend,
-            past_scores=[tuple(sent.member.scores) for sent, _ in due],
-            same_text=self.rules.same_text,
+        updates = [update for _, update in due]
+        result = (
+            plain_mean(updates)
+            if self.rules.plain
+            else aggregate(
+                updates,
+                recent_norms=self.norms,
+                trend=trend,
+                past_scores=[tuple(sent.member.scores) for sent, _ in due],
+                same_text=self.rules.same_text,
+            )
         )
         self.consensus, made = apply_step(self.consensus, result.delta)
         self.norms.append(result.median_norm)

@@ -16,8 +16,8 @@ import numpy as np
 import numpy.typing as npt
 import torch
 
+from benchmarks.corpus import benchmark_corpus
 from benchmarks.exchange import Diverged, ExchangeSwarm
-from node.data.corpus import benchmark_corpus
 from node.data.windows import evaluation_windows
 from swarm.learning.composition import fit_composition
 from swarm.learning.evaluate import honest_ce

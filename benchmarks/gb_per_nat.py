@@ -19,9 +19,9 @@ from typing import Any
 import torch
 
 from benchmarks import harness
+from benchmarks.corpus import benchmark_corpus
 from benchmarks.exchange import ExchangeRules, ExchangeSwarm
 from benchmarks.exchange_rows import HeldOut, cpu_minutes
-from node.data.corpus import benchmark_corpus
 from node.machine.memory import keep_freed_memory
 from protocol.codec import CodecSpec
 from swarm.consensus.schedule import CodecSchedule

@@ -36,9 +36,9 @@ from typing import Any
 import torch
 
 from benchmarks import harness
+from benchmarks.reference import ReferenceWorker
 from node.trainer.process import TrainerSettings
 from node.trainer.trainer import Trainer
-from swarm.learning.reference import ReferenceWorker
 from swarm.run import ModelShape
 from swarm.run_template import emit, preset
 from swarm.runfile import RoundSchedule, parse, run_id, with_start

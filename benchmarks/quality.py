@@ -16,8 +16,8 @@ from functools import partial
 from typing import Any
 
 from benchmarks import harness
+from benchmarks.corpus import benchmark_corpus
 from benchmarks.quality_row import EVALUATION_BYTES, Variant, measure
-from node.data.corpus import benchmark_corpus
 from swarm.run import ModelShape, Noise, Run, Training
 
 ADAMW = "AdamW: "  # how the names of rows with another optimizer than the default's begin

@@ -14,15 +14,15 @@ from typing import Any, Protocol
 
 import torch
 
+from benchmarks.corpus import benchmark_corpus
+from benchmarks.reference import ReferenceWorker
 from benchmarks.unfinished import Unfinished
-from node.data.corpus import benchmark_corpus
 from node.data.windows import WindowStream, evaluation_windows, stream_seed
 from node.machine.memory import keep_freed_memory
 from protocol.errors import DataError
 from swarm.learning.composition import ComposedModel, fit_composition
 from swarm.learning.evaluate import honest_ce, nll_sum, teacher_forced_ce
 from swarm.learning.local import LocalSwarm
-from swarm.learning.reference import ReferenceWorker
 from swarm.run import Run
 
 EVALUATION_BYTES = 250_000

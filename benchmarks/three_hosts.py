@@ -23,6 +23,7 @@ from typing import Any
 
 from benchmarks import harness
 from benchmarks import three_hosts_events as log
+from benchmarks.corpus import benchmark_corpus
 from benchmarks.three_hosts_swarm import (
     DENSE,
     SPARSE,
@@ -35,7 +36,6 @@ from benchmarks.three_hosts_swarm import (
     topology_text,
 )
 from benchmarks.wan import namespaces
-from node.data.corpus import benchmark_corpus
 from protocol.errors import BlockswarmError
 from swarm.run import ModelShape, Training
 

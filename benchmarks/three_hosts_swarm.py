@@ -19,14 +19,15 @@ from pathlib import Path
 from typing import Any
 
 from benchmarks import three_hosts_events as log
+from benchmarks.corpus import WIKITEXT2_VARIABLE
 from benchmarks.harness import ROOT
+from benchmarks.link_model import LinkModel
 from benchmarks.wan.bed import Bed
 from benchmarks.wan.namespaces import BedFailed
 from benchmarks.wan.processes import Command
 from benchmarks.wan.runner import SwarmOnBed
-from node.data.corpus import WIKITEXT2_VARIABLE, Corpus
+from node.data.corpus import Corpus
 from protocol.errors import BlockswarmError
-from protocol.ledger import LinkModel
 from swarm.run import ModelShape, Run, Training, usual_learning_rate
 from swarm.run_template import emit
 from swarm.runfile import DataRules, ExchangeRules, RoundSchedule, RunFile, parse

@@ -10,7 +10,7 @@ round; a ratio is the median of the rounds' ratios, in the figures of those of 1
 
 Peak memory is what the kernel says a process held at most during a transfer, above what it held
 when it had just started. The ledger is compared with the kernel's interface counters across two
-network namespaces after the documented overhead (`protocol.ledger.LinkModel`); that needs root and
+network namespaces after the documented overhead (`benchmarks.link_model`); that needs root and
 is skipped else.
 """
 
@@ -35,6 +35,7 @@ from typing import Any
 from blake3 import blake3
 
 from benchmarks import harness
+from benchmarks.link_model import LinkModel
 from benchmarks.transport_light import light_row
 from node.network.daemon import DaemonSettings
 from node.network.hivemind_parts import PeerID
@@ -44,7 +45,6 @@ from node.network.service import Reply, Status
 from node.network.transport import Caller, Transport
 from protocol import messages
 from protocol.frames import Chunks, Deadline, content_digest
-from protocol.ledger import LinkModel
 from protocol.limits import CHUNK_BYTES
 
 MB = 1_000_000
@@ -327,9 +327,8 @@ async def measure_ledger(sizes_mb: list[int]) -> dict[str, Any] | None:
         print(f"skipped: ledger against the kernel needs network namespaces ({error})", flush=True)
         return None
     segment_bytes = round(counted["rx_bytes"] / counted["rx_packets"]) - 66
-    model = LinkModel()
-    if segment_bytes > 1448:  # offloading could not be switched off: use what was counted
-        model = model.with_segments(segment_bytes)
+    # More than 1448 where offloading could not be switched off: then what was counted.
+    model = LinkModel(segment_bytes=max(1448, segment_bytes))
     expected = (
         model.on_the_wire_bytes(counted["ledger_in"])
         + model.acknowledgement_bytes(counted["ledger_in"])

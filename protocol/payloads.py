@@ -28,7 +28,6 @@ from protocol.limits import (
     NORM_MAX,
     PAYLOAD_MAX_BYTES,
     PEER_ID_BYTES,
-    PIN_BYTES,
     RECORD_MAX_BYTES,
     RECORD_ROW_BYTES,
     RECORDS_PER_REPLY,
@@ -277,15 +276,6 @@ class Pin:
 
     def pack(self) -> bytes:
         return _PIN.pack(self.round, self.entry, self.snapshot)
-
-
-def unpack_pin(data: bytes) -> Pin:
-    """An item of `LogReply.pins`."""
-    if len(data) != PIN_BYTES:
-        raise Malformed("not a pinned snapshot")
-    pin = Pin(*_PIN.unpack(data))
-    uint(ROUND_MAX + 1)(pin.round)
-    return pin
 
 
 def pack_updates(updates: Sequence[bytes]) -> bytes:

@@ -34,22 +34,6 @@ PURPOSES = (
 )
 MOVES = ("rebase", "merge", "keep")
 OUTCOMES = ("decided", "empty", "undecided", "syncing", "missed")
-# What a host writes as `what` of a node event. Readers take any other: a newer node may know more.
-NODE_EVENTS = (
-    "started",
-    "resumed",
-    "first_step",
-    "moved_block",
-    "paused",
-    "unpaused",
-    "over_budget",
-    "within_budget",
-    "trainer_restarted",
-    "disk_full",
-    "cannot_save",
-    "run_ended",
-    "left",
-)
 
 
 class EventError(DataError):
@@ -137,7 +121,7 @@ class TrustEvent:
 
 @dataclass(frozen=True)
 class NodeEvent:
-    """Something about the host itself; `NODE_EVENTS` says what there is."""
+    """Something about the host itself; docs/events.md says what there is."""
 
     kind: typing.ClassVar[str] = "node"
     time_s: float

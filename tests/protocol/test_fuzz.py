@@ -60,7 +60,6 @@ from protocol.payloads import (
     seal_vote,
     unpack_index,
     unpack_log,
-    unpack_pin,
     unpack_records,
     unpack_updates,
     unpack_votes,
@@ -203,8 +202,6 @@ async def digest_stream(data: bytes, rng: random.Random) -> None:
                 verify_vote(message.vote)
             if isinstance(message, Announce):
                 record_of(message, NOW_S)
-            if isinstance(message, LogReply):
-                [unpack_pin(pin) for pin in message.pins]
     except WireError:
         pass
 

@@ -9,7 +9,7 @@ from hypothesis import given
 from hypothesis import strategies as st
 
 from protocol.frames import Tally
-from protocol.ledger import OTHERS, Count, Ledger, LedgerDamaged, LinkModel
+from protocol.ledger import OTHERS, Count, Ledger, LedgerDamaged
 from protocol.limits import BLOCK_NONE, LEDGER_CELLS_PER_PEER
 from protocol.messages import Purpose
 
@@ -116,14 +116,3 @@ def test_damaged_files(tmp_path: Path, data: bytes) -> None:
     path.write_bytes(data)
     with pytest.raises(LedgerDamaged):
         Ledger.load(path)
-
-
-def test_link_model() -> None:
-    model = LinkModel()
-    assert model.on_the_wire_bytes(0) == 0
-    assert model.on_the_wire_bytes(1) == 1 + 12 + 18 + 66
-    share = model.on_the_wire_bytes(10**8) / 10**8
-    assert 1.04 < share < 1.06
-    offloaded = model.with_segments(65_000)
-    assert offloaded.on_the_wire_bytes(10**8) / 10**8 < 1.005
-    assert model.acknowledgement_bytes(10**8) < 0.03 * 10**8

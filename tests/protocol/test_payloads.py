@@ -45,7 +45,6 @@ from protocol.payloads import (
     seal_vote,
     unpack_index,
     unpack_log,
-    unpack_pin,
     unpack_records,
     unpack_updates,
     unpack_votes,
@@ -247,10 +246,6 @@ def test_bad_lists(payload: bytes) -> None:
 def test_pins() -> None:
     pin = Pin(17, b"e" * 32, b"s" * 32)
     assert len(pin.pack()) == 72
-    assert unpack_pin(pin.pack()) == pin
-    for bad in (b"", pin.pack()[:-1], pin.pack() + b"\0", b"\xff" * 72):
-        with pytest.raises(Malformed):
-            unpack_pin(bad)
 
 
 @given(st.lists(st.binary(min_size=1, max_size=50), max_size=UPDATES_PER_ENTRY))

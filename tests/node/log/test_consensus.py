@@ -13,6 +13,7 @@ from swarm.consensus.fixed_point import step_digest, to_fixed, weights_digest
 from swarm.consensus.log import LogError
 from swarm.consensus.updates import from_shards, replayed_step
 from tests.support.chains import CODEC, EVERY, FIRST, Chain, identity
+from tests.support.fixed_updates import same
 
 
 @pytest.fixture
@@ -67,7 +68,7 @@ def test_memory_is_bounded_and_all_since_the_older_snapshot_is_there(chain: Chai
         assert np.array_equal(again.weights, consensus.weights)
         # Whoever starts from there judges the next updates alike, and can be a donor in turn.
         ours, theirs = consensus.trend(log), again.trend(log)
-        assert ours is not None and theirs is not None and ours.same_as(theirs)
+        assert ours is not None and theirs is not None and same(ours, theirs)
         assert set(again.snapshots) == set(consensus.snapshots)
         assert again.oldest_start(log) is not None
 
@@ -110,7 +111,7 @@ def test_a_light_copy_makes_steps_and_snapshots_again_when_they_are_asked_for(
     assert light.snapshot_weights(log, held) is not made
 
     ours, trend = theirs.trend(log), light.trend(log)
-    assert ours is not None and trend is not None and ours.same_as(trend)
+    assert ours is not None and trend is not None and same(ours, trend)
     whole = light.whole(log)
     assert set(whole.steps) == set(theirs.steps) and not light.steps
     assert all(s.weights is not None for s in whole.snapshots.values())

@@ -19,6 +19,7 @@ from protocol.messages import Message, Purpose
 from protocol.payloads import pack_updates, unpack_updates
 from swarm.consensus.log import ConsensusLog
 from tests.support.chains import CODEC, FIRST, RUN, SIZE, Chain, Donors, identity, run
+from tests.support.fixed_updates import same
 
 
 @pytest.fixture
@@ -64,7 +65,7 @@ def test_a_newcomer_takes_the_older_snapshot_and_can_be_a_donor(chain: Chain) ->
     assert np.array_equal(result.weights, chain.consensus.weights)
     assert "ShardRequest" in {kind for _, kind in donors.asked}
     trend, theirs = result.trend(chain.log), chain.consensus.trend(chain.log)
-    assert trend is not None and theirs is not None and trend.same_as(theirs)
+    assert trend is not None and theirs is not None and same(trend, theirs)
     assert result.oldest_start(chain.log) is not None
 
 

@@ -13,7 +13,7 @@ import torch
 from protocol.errors import UsageError
 from swarm.cost import block_parameters, parameter_counts
 from swarm.learning.composition import ComposedModel
-from swarm.learning.flat import flat_weights, initial_flat, state_of
+from swarm.learning.flat import flat_weights, initial_flat, load_flat
 from swarm.learning.joint_denoising import JointDenoising, Rows, draw_rows
 from swarm.learning.local import LocalSwarm
 from swarm.learning.model import Block, NoisyInput, block_of
@@ -137,7 +137,9 @@ def test_hosts_exchange_the_new_parameters_too(tiny_run: MakeRun) -> None:
             parameter.normal_(generator=seeded(3))
     flat = flat_weights(block)
     assert flat.shape == initial_flat(run, 1).shape == (block_parameters(run)[1],)
-    for name, value in state_of(run, 1, flat).items():
+    again = block_of(run, 1)
+    load_flat(again, flat)
+    for name, value in again.state_dict().items():
         assert torch.equal(value, block.state_dict()[name]), name
 
 
