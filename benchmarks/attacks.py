@@ -24,7 +24,7 @@ from benchmarks.exchange import Diverged, ExchangeRules, ExchangeSwarm
 from benchmarks.exchange_rows import DEFAULT, HeldOut, SmallRow, cpu_minutes, train
 from node.machine.memory import keep_freed_memory
 from protocol.limits import PEER_ID_BYTES
-from swarm.consensus.feedback import unsent
+from swarm.consensus.feedback import Unsent
 from swarm.consensus.fixed_point import FixedUpdate, Ints, norm
 from swarm.consensus.updates import UpdateCodec
 from swarm.learning.flat import flat_weights
@@ -113,7 +113,7 @@ class Liar:
     def _other_block(self, codec: UpdateCodec, number: int, who: bytes) -> bytes:
         """A true update, of the next block: it has as many weights."""
         group = self.swarm.groups[ATTACKED + 1]
-        rest = unsent(flat_weights(group.members[0].worker.block), group.consensus)
+        rest = Unsent(flat_weights(group.members[0].worker.block), group.consensus)
         return codec.encode(rest, ATTACKED + 1, number, who)[0]
 
 

@@ -153,8 +153,8 @@ def reference(wanted: Recipe, run: Run, corpus: Corpus) -> ReferenceWorker:
         seed = stream_seed("windows", run.seed)
         shape, training = run.model, run.training
         stream = WindowStream(corpus.train, shape.context, training.batch, seed, name="train")
-        for _ in range(training.steps):
-            windows = torch.from_numpy(next(stream).copy()).long()
+        for step in range(training.steps):
+            windows = torch.from_numpy(stream.batch_at(step)).long()
             worker.step(windows[:, :-1], windows[:, 1:])
         half = path.with_suffix(".tmp")
         save_file(worker.model.state_dict(), half)

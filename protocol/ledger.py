@@ -110,13 +110,6 @@ class Ledger:
                 result[purpose] = result.get(purpose, Count()) + count
         return result
 
-    def by_block(self) -> dict[int, Count]:
-        result: dict[int, Count] = {}
-        for cells in self._cells.values():
-            for (_, block), count in cells.items():
-                result[block] = result.get(block, Count()) + count
-        return result
-
     def by_peer(self) -> dict[str, Count]:
         return {peer: sum(cells.values(), Count()) for peer, cells in self._cells.items()}
 

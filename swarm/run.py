@@ -200,14 +200,7 @@ class Run:
         return dataclasses.replace(self.noise, sigma_min=JOINT_SIGMA_MIN, sigma_max=JOINT_SIGMA_MAX)
 
     def to_dict(self) -> dict[str, Any]:
-        """All fields but options that are off and came later than the format."""
-        tables = dataclasses.asdict(self)
-        if not self.denoises:
-            del tables["training"]["denoise_share"]
-        for name in ("ahead_learns", "replica_power"):
-            if not tables["training"][name]:
-                del tables["training"][name]
-        return tables
+        return dataclasses.asdict(self)
 
     @classmethod
     def from_dict(cls, raw: dict[str, Any]) -> Run:

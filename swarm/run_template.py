@@ -83,7 +83,14 @@ look_ahead_weight = {training.look_ahead_weight}
 staggered = {training.staggered}
 # Copies of other blocks move 1 / copy_steps of the way to a new version in each step; 1 jumps.
 copy_steps = {training.copy_steps}
-{options}
+# The copy of the next block learns along with ours until a newer version of it comes.
+ahead_learns = {training.ahead_learns}
+# The learning rate is that of a host alone. With R hosts on a block it is R to this power times as
+# high: the mean of their steps is shorter than each of them, and less noisy.
+replica_power = {training.replica_power}
+# So much of every batch teaches blocks to denoise a whole output at once, for the mode `denoise`.
+denoise_share = {training.denoise_share}
+
 [data]
 # "python": the library of the host's Python, no download. "wikitext-2", "wikitext-103": downloaded
 # once. "own": every host brings its own text.
@@ -119,20 +126,6 @@ snapshot_every = {exchange.snapshot_every}
 min_replicas = {exchange.min_replicas}
 """
 
-AHEAD = """\
-# The copy of the next block learns along with ours until a newer version of it comes.
-ahead_learns = {training.ahead_learns}
-"""
-REPLICAS = """\
-# The learning rate is that of a host alone. With R hosts on a block it is R to this power times as
-# high: the mean of their steps is shorter than each of them, and less noisy.
-replica_power = {training.replica_power}
-"""
-JOINT = """\
-# So much of every batch teaches blocks to denoise a whole output at once, for the mode `denoise`.
-denoise_share = {training.denoise_share}
-"""  # options that are left out where they are off
-
 
 def emit(runfile: RunFile) -> bytes:
     """A commented run file; `swarm.runfile.parse` gives the same run back."""
@@ -146,10 +139,7 @@ def emit(runfile: RunFile) -> bytes:
         name: SimpleNamespace(**{key: _toml(value) for key, value in table.items()})
         for name, table in tables.items()
     }
-    options = AHEAD.format(**written) if runfile.run.training.ahead_learns else ""
-    options += REPLICAS.format(**written) if runfile.run.training.replica_power else ""
-    options += JOINT.format(**written) if runfile.run.denoises else ""
-    return TEMPLATE.format(options=options, **top, **written).encode()
+    return TEMPLATE.format(**top, **written).encode()
 
 
 def _toml(value: Any) -> str:

@@ -7,8 +7,7 @@ and nothing here writes them again; `with_start` makes the one change that gives
 beginning, and so its name.
 
 Every field must be there. If a missing one took a default, two versions of this program with
-different defaults would train different runs under one name. Options that came later than the
-format may be missing, and then they are off, for ever.
+different defaults would train different runs under one name.
 """
 
 from __future__ import annotations
@@ -40,12 +39,6 @@ MAX_WORKER_BYTES = 2**40  # a run that needs more memory than this is a mistake 
 # the older one is up to twice as many rounds back as there are from one snapshot to the next.
 MAX_SNAPSHOT_EVERY = LOG_ENTRIES_PER_REPLY // 2
 MAX_ENDS_DENSITY = 16.0  # all weights in the first and the last 16 exchanges
-LATER_TRAINING: Mapping[str, Any] = {
-    "denoise_share": 0.0,
-    "ahead_learns": False,
-    "replica_power": 0.0,
-}
-LATER_EXCHANGE: Mapping[str, Any] = {"ends_density": 0.0}
 
 DataName = Literal["python", "wikitext-2", "wikitext-103", "own"]
 
@@ -255,7 +248,7 @@ def _read(raw: dict[str, Any]) -> RunFile:
     sections = ("model", "noise", "training", "data", "rounds", "exchange")
     _expect("the run file", raw, ("format", "name", "seed", *sections))
     rounds = _section(RoundSchedule, "rounds", raw)
-    training = _section(Training, "training", raw, derived={"steps": 1}, later=LATER_TRAINING)
+    training = _section(Training, "training", raw, derived={"steps": 1})
     training = replace(training, steps=rounds.count * training.steps_per_round)
     run = Run(
         model=_section(ModelShape, "model", raw),
@@ -264,7 +257,7 @@ def _read(raw: dict[str, Any]) -> RunFile:
         seed=_typed("seed", raw["seed"], int),
     )
     data = _section(DataRules, "data", raw)
-    exchange = _section(ExchangeRules, "exchange", raw, later=LATER_EXCHANGE)
+    exchange = _section(ExchangeRules, "exchange", raw)
     return RunFile(_typed("name", raw["name"], str), run, data, rounds, exchange)
 
 
@@ -289,16 +282,11 @@ def _section(
     name: str,
     raw: Mapping[str, Any],
     derived: Mapping[str, Any] | None = None,
-    later: Mapping[str, Any] | None = None,
 ) -> _T:
-    """One section, with exactly the fields of its dataclass but for the derived ones.
-
-    `later` fields may be missing; the values are what they are then.
-    """
+    """One section, with exactly the fields of its dataclass but for the derived ones."""
     table, known = raw[name], derived or {}
     if not isinstance(table, dict):
         raise RunFileError(f"{name} is not a section; write [{name}]")
-    table = {**(later or {}), **table}
     _expect(f"[{name}]", table, [f.name for f in fields(kind) if f.name not in known])
     hints = get_type_hints(kind)
     values = {key: _typed(f"{name}.{key}", value, hints[key]) for key, value in table.items()}

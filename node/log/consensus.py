@@ -19,7 +19,6 @@ from node.log.fetch import Pin, Quanta
 from protocol.frames import content_digest
 from swarm.consensus.fixed_point import FixedUpdate, Ints, add_into, weights_digest
 from swarm.consensus.log import ConsensusLog, Entry, LogError
-from swarm.consensus.sums import summed
 from swarm.consensus.updates import UpdateCodec, replay, replayed_step, shards_of, snapshot_index
 
 TREND_ROUNDS = 8
@@ -75,11 +74,6 @@ class Consensus:
                 del other.snapshots[digest]
         other._fill_steps(log)
         return other
-
-    def trend(self, log: ConsensusLog) -> FixedUpdate | None:
-        """The sum of `recent_steps`, or None."""
-        recent = self.recent_steps(log)
-        return summed([(step, 1) for step in recent]) if recent else None
 
     def recent_steps(self, log: ConsensusLog) -> tuple[FixedUpdate, ...]:
         """The last steps, whose sum is the trend; every replica of this head must get the same one.

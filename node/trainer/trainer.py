@@ -53,7 +53,6 @@ class Trainer:
         on_progress: Callable[[dict[str, Any]], None],
         on_death: Callable[[], None],
     ) -> None:
-        self.settings = settings
         self.on_progress, self.on_death = on_progress, on_death
         run = Run.from_dict(settings.run)
         followed = followed_blocks(run.model, settings.block)

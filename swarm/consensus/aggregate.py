@@ -170,10 +170,6 @@ class Aggregate:
     scores: tuple[int, ...] = ()
     work: int = 0  # of all of them together: see `work_of`
 
-    @property
-    def contributors(self) -> int:
-        return sum(scale > 0 for scale in self.scales)
-
 
 def _scores(
     squares: Sequence[int],

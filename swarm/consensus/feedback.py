@@ -38,7 +38,6 @@ from swarm.consensus.fixed_point import (
     Ints,
     Quanta,
     Whole,
-    add_into,
 )
 
 Floats = npt.NDArray[np.float32]
@@ -51,31 +50,9 @@ def aside_share(replicas: float) -> float:
     return float(1.0 - max(1.0, replicas) ** -0.5)
 
 
-def unsent(
-    weights: npt.NDArray[np.float32],
-    consensus: npt.NDArray[np.int32],
-    in_flight: Sequence[FixedUpdate] = (),
-    aside: Ints | None = None,
-) -> Ints:
-    """What the next update is compressed from, in quanta."""
-    total: Ints = np.empty(weights.shape, dtype=np.int64)
-    for start in range(0, len(weights), SEGMENT):  # in the cache: five times as fast
-        part = weights[start : start + SEGMENT].astype(np.float64)
-        part *= 2.0**QUANTUM_BITS
-        np.rint(part, out=part)
-        quanta = part.astype(np.int64)
-        quanta -= consensus[start : start + SEGMENT]
-        total[start : start + SEGMENT] = quanta
-    if aside is not None:
-        total += aside
-    for update in in_flight:
-        add_into(total, update, -1)
-    return total
-
-
 @dataclass(frozen=True, eq=False)
 class Unsent:
-    """`unsent` as weights, made while it is read: what a live host compresses.
+    """What is unsent, as weights, made while it is read: what a host compresses.
 
     No vector of it is ever in memory, and it costs a tenth of one that is. Rounded to fp32, as the
     weights are. Only the sender ever sees it: an update is what its bytes decode to, and what it

@@ -66,10 +66,10 @@ class Vote:
     declined: tuple[tuple[str, Reason], ...] = ()  # by sender
 
 
-def checked_vote(vote: Vote, most_listed: int = MAX_LISTED) -> Vote:
+def checked_vote(vote: Vote) -> Vote:
     """The same vote if it is well formed; otherwise VoteError."""
-    if len(vote.listed) > most_listed:
-        raise VoteError(f"vote lists {len(vote.listed)} updates, more than {most_listed}")
+    if len(vote.listed) > MAX_LISTED:
+        raise VoteError(f"vote lists {len(vote.listed)} updates, more than {MAX_LISTED}")
     if len(vote.base) != DIGEST_BYTES or any(
         len(ref.digest) != DIGEST_BYTES for ref in vote.listed
     ):

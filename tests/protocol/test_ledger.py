@@ -26,7 +26,6 @@ def test_books_by_purpose_peer_and_block() -> None:
     assert ledger.total() == Count(23, 27, 4, 4)
     assert ledger.by_purpose()[Purpose.UPDATE] == Count(15, 25, 2, 3)
     assert ledger.by_purpose()[Purpose.CONTROL] == Count(7, 0, 1, 0)
-    assert ledger.by_block()[3] == Count(11, 22, 2, 3)
     assert ledger.by_peer()["bob"] == Count(13, 7, 3, 2)
     assert ledger.of_peer("bob")[Purpose.CONTROL, BLOCK_NONE].bytes_in == 7
 
@@ -73,7 +72,6 @@ def test_survives_a_restart(entries: list[tuple[int, int, str, Purpose, int]]) -
     assert again.to_bytes() == ledger.to_bytes()
     assert again.total() == ledger.total() == sum(again.by_peer().values(), Count())
     assert again.total() == sum(again.by_purpose().values(), Count())
-    assert again.total() == sum(again.by_block().values(), Count())
 
 
 def test_estimates_stay_apart() -> None:

@@ -18,9 +18,9 @@ from protocol.frames import Oversize, Stalled, content_digest
 from protocol.identity import Identity, load_or_create, peer_text
 from protocol.messages import Message
 from swarm.consensus.aggregate import aggregate
-from swarm.consensus.fixed_point import step_digest, to_fixed, weights_digest
+from swarm.consensus.fixed_point import FixedUpdate, step_digest, to_fixed, weights_digest
 from swarm.consensus.log import ConsensusLog, Contribution, Entry, genesis
-from swarm.consensus.sums import apply_step
+from swarm.consensus.sums import apply_step, summed
 from swarm.consensus.updates import UpdateCodec, update_digest
 from swarm.rounds.deadline import DeadlineRules
 from swarm.rounds.state import RoundRules
@@ -44,6 +44,12 @@ def run(work: Coroutine[Any, Any, T], limit_s: float = 20.0) -> T:
 
 async def no_records(shown: Any, asker: bytes) -> list[Any]:
     return []
+
+
+def trend_of(consensus: Consensus, log: ConsensusLog) -> FixedUpdate | None:
+    """The sum of the steps that judge the next updates, or None."""
+    recent = consensus.recent_steps(log)
+    return summed([(step, 1) for step in recent]) if recent else None
 
 
 class Chain:

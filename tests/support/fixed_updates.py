@@ -2,6 +2,8 @@
 
 from __future__ import annotations
 
+from collections.abc import Sequence
+
 import numpy as np
 import numpy.typing as npt
 from hypothesis import strategies as st
@@ -27,6 +29,21 @@ def corrected(weights: npt.NDArray[np.float32], change: FixedUpdate) -> npt.NDAr
     """weights + change, rounded once."""
     quanta = change.dense() * 2.0**-QUANTUM_BITS
     return (weights.astype(np.float64) + quanta).astype(np.float32)
+
+
+def unsent(
+    weights: npt.NDArray[np.float32],
+    consensus: npt.NDArray[np.int32],
+    in_flight: Sequence[FixedUpdate] = (),
+    aside: Ints | None = None,
+) -> Ints:
+    """What the weights have and the consensus has not, in quanta, without rounding to fp32."""
+    total = np.rint(weights.astype(np.float64) * 2.0**QUANTUM_BITS).astype(np.int64) - consensus
+    if aside is not None:
+        total += aside
+    for update in in_flight:
+        total -= update.dense()
+    return total
 
 
 def ints(*values: int) -> Ints:

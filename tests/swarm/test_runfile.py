@@ -39,9 +39,6 @@ FIELDS = [
 ]
 
 
-LATER = ["replica_power", "ends_density"]
-
-
 def with_value(field: str, value: str, text: str = TEXT) -> bytes:
     """The text with one field's value replaced."""
     lines = [
@@ -152,20 +149,11 @@ def test_steps_follow_from_the_rounds() -> None:
 # What is refused
 
 
-@pytest.mark.parametrize("field", [field for field in FIELDS if field not in LATER])
+@pytest.mark.parametrize("field", FIELDS)
 def test_a_missing_field_is_named(field: str) -> None:
     lines = [line for line in TEXT.splitlines() if not line.startswith(f"{field} = ")]
     with pytest.raises(RunFileError, match=f"missing in .*: {field}$"):
         parse("\n".join(lines).encode())
-
-
-@pytest.mark.parametrize("field", LATER)
-def test_what_came_later_is_off_where_it_is_missing(field: str) -> None:
-    """An old run file goes on meaning what it meant."""
-    lines = [line for line in TEXT.splitlines() if not line.startswith(f"{field} = ")]
-    found = parse("\n".join(lines).encode())
-    assert found != TINY
-    assert 0.0 in (found.run.training.replica_power, found.exchange.ends_density)
 
 
 BAD_VALUES = [

@@ -20,7 +20,7 @@ from protocol.errors import WireError
 from protocol.identity import peer_text
 from swarm.consensus.updates import update_digest
 from swarm.consensus.votes import UpdateRef
-from tests.support.chains import CODEC, EVERY, RUN, Chain, identity
+from tests.support.chains import CODEC, EVERY, RUN, Chain, identity, trend_of
 from tests.support.fixed_updates import same
 
 
@@ -68,7 +68,7 @@ def test_a_state_comes_back_as_it_was(folder: StateFolder, chain: Chain) -> None
     assert again.in_flight.keys() == moment.in_flight.keys()
     ref = next(iter(moment.in_flight))
     assert same(again.in_flight[ref].update, moment.in_flight[ref].update)
-    ours, theirs = again.consensus.trend(again.log), chain.consensus.trend(chain.log)
+    ours, theirs = trend_of(again.consensus, again.log), trend_of(chain.consensus, chain.log)
     assert ours is not None and theirs is not None and same(ours, theirs)
 
 

@@ -11,7 +11,6 @@ from hypothesis import strategies as st
 
 from protocol.limits import WORK_ONE
 from swarm.consensus.aggregate import aggregate, combine_groups, norm_limit, work_of
-from swarm.consensus.feedback import unsent
 from swarm.consensus.fixed_point import (
     SCALE_ONE,
     VALUE_LIMIT,
@@ -26,7 +25,7 @@ from swarm.consensus.fixed_point import (
 from swarm.consensus.sums import apply_step, summed
 from swarm.consensus.trend import Trend
 from tests.support import other_rules
-from tests.support.fixed_updates import SIZE, corrected, ints, same, vectors
+from tests.support.fixed_updates import SIZE, corrected, ints, same, unsent, vectors
 
 
 @given(st.lists(vectors(), min_size=1, max_size=6), st.lists(vectors(), max_size=1))

@@ -11,7 +11,6 @@ from swarm.consensus.feedback import (
     aside_share,
     only_ours,
     set_aside,
-    unsent,
 )
 from swarm.consensus.fixed_point import (
     SCALE_ONE,
@@ -23,7 +22,7 @@ from swarm.consensus.fixed_point import (
     to_float,
 )
 from swarm.consensus.sums import apply_step
-from tests.support.fixed_updates import corrected
+from tests.support.fixed_updates import corrected, unsent
 
 SIZE = 12
 small = st.lists(st.integers(-(2**20), 2**20), min_size=SIZE, max_size=SIZE)

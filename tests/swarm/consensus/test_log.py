@@ -2,7 +2,6 @@
 
 from __future__ import annotations
 
-from collections import Counter
 from dataclasses import replace
 
 import pytest
@@ -13,8 +12,6 @@ from swarm.consensus.log import (
     Contribution,
     Entry,
     LogError,
-    PrunedError,
-    candidates,
     check_chain,
     genesis,
 )
@@ -75,14 +72,6 @@ def test_two_snapshots_are_pinned_and_steps_kept_since_the_older() -> None:
     assert [e.round for e in START.pinned()] == [-1]
 
 
-def test_older_versions_for_staggered_copies() -> None:
-    log = grown(START, range(1, 14))
-    assert [log.staggered(13, back).round for back in (1, 2, 3)] == [13, 12, 11]
-    assert log.version_at(99).round == 13
-    with pytest.raises(PrunedError):
-        log.version_at(5)
-
-
 def test_following_costs_only_the_steps() -> None:
     log = grown(START, range(1, 14))
     behind = ConsensusLog(log.entries[:-2], 4)
@@ -138,8 +127,3 @@ def test_what_all_replicas_know_alike() -> None:
     assert log.member_count() == 2
     assert log.has_update(log.head.contributions[0].digest)
     assert not log.has_update(b"other")
-
-
-def test_at_most_three_candidates() -> None:
-    support = Counter({b"a": 1, b"b": 4, b"c": 2, b"d": 1})
-    assert candidates(support) == (b"b", b"c", b"a")

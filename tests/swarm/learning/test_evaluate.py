@@ -103,12 +103,9 @@ def test_no_way_to_hand_targets_to_a_prediction() -> None:
         assert names <= {"self", "x", "generator", "caches", "each"}
 
 
-def test_honest_ce_is_a_function_of_the_noise_seed(
-    tiny_run: MakeRun, tiny_model: MakeModel
-) -> None:
+def test_honest_ce_is_the_same_again(tiny_run: MakeRun, tiny_model: MakeModel) -> None:
     model = tiny_model(tiny_run(objective="edm", coupling="independent"))
-    first, again, other = (honest_ce(model, [windows()], seed).ce_nats for seed in (0, 0, 1))
-    assert first == again != other
+    assert honest_ce(model, [windows()]) == honest_ce(model, [windows()])
 
 
 def test_a_missing_block_has_no_ce(tiny_run: MakeRun, tiny_model: MakeModel) -> None:

@@ -205,7 +205,6 @@ def test_leak_takes_counts_and_ignores_the_callers_generator() -> None:
     leak = leak_nats(targets, prior, 2.0)
     assert torch.equal(torch.random.get_rng_state(), before)
     assert leak_nats(targets, prior * 12345, 2.0) == pytest.approx(leak, abs=1e-9)
-    assert leak_nats(targets, prior, 2.0, seed=1) == pytest.approx(leak, rel=0.1)
 
 
 def test_a_certain_byte_cannot_leak() -> None:
