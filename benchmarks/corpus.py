@@ -38,5 +38,5 @@ def benchmark_corpus(cache: Path | None = None) -> Corpus:
     if not all((folder / f"{split}.txt").is_file() for split in SPLITS):
         raise DataError(f"{folder} has no train.txt, valid.txt and test.txt", "correct or unset it")
     corpus = load_corpus(str(folder))
-    kind = KNOWN_TRAIN.get(hashlib.sha256(corpus.train).hexdigest(), "not a known version")
+    kind = KNOWN_TRAIN.get(hashlib.sha256(corpus.train.data).hexdigest(), "not a known version")
     return replace(corpus, name="wikitext-2", source=f"{described} ({kind})")
