@@ -19,13 +19,12 @@ import numpy as np
 import torch
 
 from benchmarks import harness
+from benchmarks.corpus import benchmark_corpus
 from benchmarks.exchange import Diverged, ExchangeRules, ExchangeSwarm
 from benchmarks.exchange_rows import DEFAULT, HeldOut, SmallRow, cpu_minutes, train
-from node.data.corpus import benchmark_corpus
 from node.machine.memory import keep_freed_memory
 from protocol.limits import PEER_ID_BYTES
-from swarm.consensus.aggregate import Rule
-from swarm.consensus.feedback import unsent
+from swarm.consensus.feedback import Unsent
 from swarm.consensus.fixed_point import FixedUpdate, Ints, norm
 from swarm.consensus.updates import UpdateCodec
 from swarm.learning.flat import flat_weights
@@ -114,7 +113,7 @@ class Liar:
     def _other_block(self, codec: UpdateCodec, number: int, who: bytes) -> bytes:
         """A true update, of the next block: it has as many weights."""
         group = self.swarm.groups[ATTACKED + 1]
-        rest = unsent(flat_weights(group.members[0].worker.block), group.consensus)
+        rest = Unsent(flat_weights(group.members[0].worker.block), group.consensus)
         return codec.encode(rest, ATTACKED + 1, number, who)[0]
 
 
@@ -142,7 +141,7 @@ def measure(variant: Variant) -> dict[str, Any]:
     run = variant.run
     rules = ExchangeRules(DEFAULT, same_text=variant.same_text)
     if variant.plain:
-        rules = ExchangeRules(DEFAULT, rule=Rule.MEAN, read=unchecked)
+        rules = ExchangeRules(DEFAULT, plain=True, read=unchecked)
     swarm = ExchangeSwarm(run, variant.replicas, benchmark_corpus().train, rules)
     members = swarm.groups[ATTACKED].members
     if variant.lie:

@@ -87,7 +87,7 @@ def _our_candidate(text: str, size: int) -> Candidate:
         lambda vector: encode(vector, text),
         lambda encoded: decode(encoded.data, size).dense(),
         lambda encoded: len(encoded.data),
-        lambda encoded: len(encoded.decoded.values),
+        lambda encoded: len(decode(encoded.data, size).values),
     )
 
 

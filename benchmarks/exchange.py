@@ -25,13 +25,15 @@ from node.data.windows import WindowStream, stream_seed
 from protocol.digests import weights_digest
 from protocol.errors import BlockswarmError, WireError
 from protocol.identity import peer_text
+from protocol.limits import WORK_ONE
 from protocol.log import genesis
 from protocol.updates import update_digest
 from protocol.votes import UpdateRef
-from swarm.consensus.aggregate import Rule
+from swarm.consensus.aggregate import Aggregate
 from swarm.consensus.feedback import Unsent, aside_share, set_aside
 from swarm.consensus.fixed_point import (
     QUANTUM_BITS,
+    SCALE_ONE,
     FixedUpdate,
     Halves,
     Ints,
@@ -42,8 +44,8 @@ from swarm.consensus.fixed_point import (
 )
 from swarm.consensus.log import ConsensusLog
 from swarm.consensus.schedule import CodecSchedule
-from swarm.consensus.step import TREND_ROUNDS, fitting_update, next_step
-from swarm.consensus.sums import summed
+from swarm.consensus.step import TREND_ROUNDS, Step, fitting_update, next_step, step_of
+from swarm.consensus.sums import mean_step, summed
 from swarm.consensus.updates import UpdateCodec
 from swarm.learning.composition import ComposedModel
 from swarm.learning.coupling import composed_versions, followed_blocks, upstream_versions
@@ -52,7 +54,6 @@ from swarm.learning.model import Block
 from swarm.learning.moving_copy import MovingCopy, frozen_copy
 from swarm.learning.worker import BlockWorker, initial_block
 from swarm.run import Run
-from swarm.runfile import scheduled_steps
 
 CPU = torch.device("cpu")
 
@@ -70,6 +71,14 @@ def checked(codec: UpdateCodec, payload: bytes, block: int, round_: int, who: by
     return codec.decode(payload, block, round_, who)
 
 
+def plain_mean(updates: Sequence[FixedUpdate]) -> Aggregate:
+    """What averaging makes of them when nobody is judged."""
+    work = WORK_ONE * len(updates)
+    delta = mean_step(summed([(update, 1) for update in updates]), work)
+    scales, scores = (SCALE_ONE,) * len(updates), (0,) * len(updates)
+    return Aggregate(delta, scales, median_norm=0, scores=scores, work=work)
+
+
 @dataclass(frozen=True)
 class ExchangeRules:
     """What is exchanged, what arrives, and how it is read and combined."""
@@ -78,7 +87,7 @@ class ExchangeRules:
     participation: float = 1.0  # the share of updates that is in time; the others are left out
     late_rounds: int = 0  # a round's updates reach the consensus so many rounds later
     overlap: float = 0.2  # the share of a round's steps that is done while updates are exchanged
-    rule: Rule = Rule.AGREE
+    plain: bool = False  # plain averaging: nothing is clipped or left out
     same_text: bool = True
     read: Reader = checked
 
@@ -186,7 +195,7 @@ class BlockGroup:
         return lengths
 
     def _encoded(self, rest: Unsent, number: int, peer_id: bytes) -> tuple[bytes, FixedUpdate]:
-        if self.rules.rule is Rule.MEAN:  # nobody is refused for its length
+        if self.rules.plain:  # nobody is refused for its length
             return self.codec.encode(rest, self.block, number, peer_id)
         return fitting_update(self.codec, rest, self.log, self.block, number, peer_id)
 
@@ -209,17 +218,22 @@ class BlockGroup:
         self.versions[number] = to_float(self.consensus)
         return included, len(due)
 
-    def _combine(self, number: int, due: list[tuple[Sent, FixedUpdate]]) -> list[int]:
-        trend = summed([(step, 1) for step in self.changes]) if self.changes else None
-        step = next_step(
+    def _next_step(self, number: int, due: list[tuple[Sent, FixedUpdate]]) -> Step:
+        if self.rules.plain:
+            refs = [sent.ref for sent, _ in due]
+            result = plain_mean([update for _, update in due])
+            return step_of(self.log, number, self.consensus, refs, result)
+        return next_step(
             self.log,
             number,
             self.consensus,
             [(sent.ref, update) for sent, update in due],
-            trend,
+            summed([(step, 1) for step in self.changes]) if self.changes else None,
             same_text=self.rules.same_text,
-            rule=self.rules.rule,
         )
+
+    def _combine(self, number: int, due: list[tuple[Sent, FixedUpdate]]) -> list[int]:
+        step = self._next_step(number, due)
         self.log, self.consensus = self.log.appended(step.entry), step.weights
         self.changes.append(step.change)
         scales = {c.digest: c.scale for c in step.entry.contributions}
@@ -271,7 +285,8 @@ class ExchangeSwarm:
     def one_round(self) -> None:
         """Train on while the last round's updates are exchanged, settle, train, send."""
         training = self.run.training
-        first, steps = scheduled_steps(training, self.round), training.steps_in_round(self.round)
+        steps = training.steps_per_round
+        first = self.round * steps
         overlap = self.rules.overlap_steps(steps) if self.round else 0
         self._train(first, overlap)
         self.settle()

@@ -16,13 +16,12 @@ import numpy as np
 import numpy.typing as npt
 import torch
 
+from benchmarks.corpus import benchmark_corpus
 from benchmarks.exchange import Diverged, ExchangeSwarm
-from node.data.corpus import benchmark_corpus
 from node.data.windows import evaluation_windows
 from swarm.learning.composition import fit_composition
 from swarm.learning.evaluate import honest_ce
 from swarm.run import ModelShape, Run, Training, usual_learning_rate
-from swarm.runfile import scheduled_steps
 
 DEFAULT = "topk:0.02:2:overall"  # the codec of the presets
 UNIFORM_CE = float(np.log(256))  # of a model that has learnt nothing: what a diverged one is worth
@@ -89,12 +88,16 @@ def cpu_minutes(run: Run, replicas: Sequence[int]) -> float:
 def run_of(
     rounds: int, steps_per_round: int, seed: int = 0, shape: ModelShape | None = None
 ) -> Run:
-    """The default run with as many rounds, at full length from the first on as in a swarm."""
+    """The default run with as many rounds."""
     base = Run(model=shape or ModelShape(), seed=seed)
-    training = replace(base.training, steps_per_round=steps_per_round, short_rounds=0)
-    training = replace(training, warmup_steps=min(40, rounds * steps_per_round // 10))
-    steps = scheduled_steps(training, rounds)
-    training = replace(training, steps=steps, learning_rate=usual_learning_rate(steps))
+    steps = rounds * steps_per_round
+    training = replace(
+        base.training,
+        steps=steps,
+        steps_per_round=steps_per_round,
+        warmup_steps=min(40, steps // 10),
+        learning_rate=usual_learning_rate(steps),
+    )
     return replace(base, training=training)
 
 

@@ -21,10 +21,10 @@ import torch
 from torch.profiler import ProfilerActivity, profile
 
 from benchmarks import harness
+from benchmarks.reference import ReferenceWorker
 from node.machine.memory import keep_freed_memory
 from swarm.learning.coupling import followed_blocks
 from swarm.learning.moving_copy import MovingCopy
-from swarm.learning.reference import ReferenceWorker
 from swarm.learning.worker import BlockWorker, initial_block
 from swarm.run import Coupling, ModelShape, Run
 

@@ -14,9 +14,9 @@ from typing import Any
 import torch
 
 from benchmarks import harness
+from benchmarks.corpus import benchmark_corpus
 from benchmarks.exchange import ExchangeRules, ExchangeSwarm
 from benchmarks.exchange_rows import DEFAULT, HeldOut, SmallRow, cpu_minutes, train
-from node.data.corpus import benchmark_corpus
 from node.machine.memory import keep_freed_memory
 
 REPLICAS = (2, 2, 2)

@@ -36,12 +36,12 @@ from typing import Any
 import torch
 
 from benchmarks import harness
+from benchmarks.reference import ReferenceWorker
 from node.trainer.process import TrainerSettings
 from node.trainer.trainer import Trainer
-from swarm.learning.reference import ReferenceWorker
 from swarm.run import ModelShape
 from swarm.run_template import emit, preset
-from swarm.runfile import RoundSchedule, parse, run_id, scheduled_steps, with_start
+from swarm.runfile import RoundSchedule, parse, run_id, with_start
 
 TICK_S = 0.005
 SAMPLE_MEMORY_S = 1.0  # a look at all pages of three processes takes some 20 ms
@@ -58,8 +58,8 @@ SHAPES = {
 
 def run_text(shape: ModelShape, batch: int, schedule: RoundSchedule) -> bytes:
     base = preset("tiny", "node benchmark")
-    training = replace(base.run.training, steps_per_round=UNCAPPED_STEPS, batch=batch)
-    training = replace(training, steps=scheduled_steps(training, schedule.count))
+    steps = schedule.count * UNCAPPED_STEPS
+    training = replace(base.run.training, steps=steps, steps_per_round=UNCAPPED_STEPS, batch=batch)
     whole = replace(base, run=replace(base.run, model=shape, training=training), rounds=schedule)
     return with_start(emit(whole), int(time.time()))
 

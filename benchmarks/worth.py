@@ -31,9 +31,9 @@ from typing import Any, Literal
 import torch
 
 from benchmarks import harness
+from benchmarks.corpus import benchmark_corpus
 from benchmarks.exchange import ExchangeRules, ExchangeSwarm
 from benchmarks.exchange_rows import HeldOut, cpu_minutes
-from node.data.corpus import benchmark_corpus
 from node.machine.memory import keep_freed_memory
 from protocol.codec import CodecSpec
 from swarm.consensus.schedule import CodecSchedule
@@ -42,7 +42,7 @@ from swarm.learning.evaluate import honest_ce
 from swarm.learning.moving_copy import frozen_copy
 from swarm.run import ModelShape, Run
 from swarm.run_template import Wishes, preset
-from swarm.runfile import RunFile, scheduled_steps
+from swarm.runfile import RunFile
 
 Kind = Literal["alone", "cluster", "swarm", "dense swarm"]
 SIZES = (2, 4, 8)
@@ -123,7 +123,7 @@ class Row:
             learning_rate=base.training.learning_rate * self.rate,
             replica_power=base.training.replica_power if self.swarms else 0.0,
         )
-        training = replace(training, steps=scheduled_steps(training, self.rounds))
+        training = replace(training, steps=self.rounds * training.steps_per_round)
         return Run(shape, training=training, seed=self.seed)
 
     @property

@@ -47,23 +47,6 @@ Seconds = Annotated[float, msgspec.Meta(ge=0, le=TIME_MAX_S)]
 Hosts = Annotated[float, msgspec.Meta(ge=0, lt=2**53)]
 Nats = Annotated[float, msgspec.Meta(ge=0, le=1000)]
 
-# What a host writes as `what` of a node event. Readers take any other: a newer node may know more.
-NODE_EVENTS = (
-    "started",
-    "resumed",
-    "first_step",
-    "moved_block",
-    "paused",
-    "unpaused",
-    "over_budget",
-    "within_budget",
-    "trainer_restarted",
-    "disk_full",
-    "cannot_save",
-    "run_ended",
-    "left",
-)
-
 
 class EventError(DataError):
     """A line of an event log that does not follow the schema."""
@@ -150,7 +133,7 @@ class TrustEvent:
 
 @dataclass(frozen=True)
 class NodeEvent:
-    """Something about the host itself; `NODE_EVENTS` says what there is."""
+    """Something about the host itself; docs/events.md says what there is."""
 
     kind: ClassVar[str] = "node"
     time_s: Seconds

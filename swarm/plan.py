@@ -47,10 +47,6 @@ class Plan:
             round(REPAIR * self.period_s, 2),
         )
 
-    @property
-    def coverage(self) -> float:
-        return self.density * self.count
-
 
 def plan(training: Training, duration_s: float, steps_per_s: float) -> Plan:
     """Rounds for hosts that make so many steps a second, in a run of that length.

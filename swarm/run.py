@@ -68,7 +68,6 @@ class Noise:
     p_std: float = 1.2
     overlap: float = 0.05  # how far a block's interval reaches into its neighbours', in log sigma
     leak_limit_nats: float = 0.05
-    adaptive: bool = False  # raise a block's lowest sigma when its measured leak passes the limit
 
     def __post_init__(self) -> None:
         for name in ("sigma_min", "sigma_max", "p_std", "leak_limit_nats"):
@@ -108,7 +107,6 @@ class Training:
     objective: Objective = "bayes"
     steps: int = 6000
     steps_per_round: int = 50  # copies of other blocks are refreshed once a round
-    short_rounds: int = 20  # so many first rounds are shorter, growing linearly to the full length
     batch: int = 8
     learning_rate: float = 1e-3
     final_learning_rate: float = 0.02  # as a share of learning_rate
@@ -128,7 +126,6 @@ class Training:
     def __post_init__(self) -> None:
         _within("steps", self.steps, 1, 10**9)
         _within("steps_per_round", self.steps_per_round, 1, 10**6)
-        _within("short_rounds", self.short_rounds, 0, 10**6)
         _within("batch", self.batch, 1, 1 << 16)
         _within("warmup_steps", self.warmup_steps, 0, 10**9)
         _finite("learning_rate", self.learning_rate, low=0.0, high=10.0)
@@ -166,12 +163,6 @@ class Training:
         """Rows of a batch that train joint denoising; at least one is left to predict bytes."""
         return min(math.ceil(max(0.0, self.denoise_share) * self.batch), self.batch - 1)
 
-    def steps_in_round(self, round_: int) -> int:
-        """Weights move fastest at the start, so that is where old copies hurt the most."""
-        if round_ >= self.short_rounds:
-            return self.steps_per_round
-        return max(1, self.steps_per_round * (round_ + 1) // (self.short_rounds + 1))
-
 
 @dataclass(frozen=True)
 class Run:
@@ -207,14 +198,7 @@ class Run:
         return dataclasses.replace(self.noise, sigma_min=JOINT_SIGMA_MIN, sigma_max=JOINT_SIGMA_MAX)
 
     def to_dict(self) -> dict[str, Any]:
-        """All fields but options that are off and came later than the format."""
-        tables = dataclasses.asdict(self)
-        if not self.denoises:
-            del tables["training"]["denoise_share"]
-        for name in ("ahead_learns", "replica_power"):
-            if not tables["training"][name]:
-                del tables["training"][name]
-        return tables
+        return dataclasses.asdict(self)
 
     @classmethod
     def from_dict(cls, raw: dict[str, Any]) -> Run:

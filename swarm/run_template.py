@@ -54,8 +54,6 @@ p_std = {noise.p_std}
 overlap = {noise.overlap}
 # The run is refused if z alone tells more than so many nats of the target.
 leak_limit_nats = {noise.leak_limit_nats}
-# Raise a block's lowest sigma during training if it is seen to read its target.
-adaptive = {noise.adaptive}
 
 [training]
 # How z enters. "bayes": as analytic evidence beside the network. "edm": as an input of the network
@@ -64,8 +62,6 @@ objective = {training.objective}
 # The most steps a host makes in a round; a slow host makes fewer. Longer rounds send fewer bytes,
 # shorter ones keep the copies of other blocks fresh. All steps: rounds.count times this.
 steps_per_round = {training.steps_per_round}
-# So many first rounds have fewer steps, growing to the full number. They take as long: 0 is usual.
-short_rounds = {training.short_rounds}
 # Windows of text in a step of one host. Memory grows with it.
 batch = {training.batch}
 # Rises during the warm-up, then falls in a half cosine to this share of its peak.
@@ -87,7 +83,14 @@ look_ahead_weight = {training.look_ahead_weight}
 staggered = {training.staggered}
 # Copies of other blocks move 1 / copy_steps of the way to a new version in each step; 1 jumps.
 copy_steps = {training.copy_steps}
-{options}
+# The copy of the next block learns along with ours until a newer version of it comes.
+ahead_learns = {training.ahead_learns}
+# The learning rate is that of a host alone. With R hosts on a block it is R to this power times as
+# high: the mean of their steps is shorter than each of them, and less noisy.
+replica_power = {training.replica_power}
+# So much of every batch teaches blocks to denoise a whole output at once, for the mode `denoise`.
+denoise_share = {training.denoise_share}
+
 [data]
 # "python": the library of the host's Python, no download. "wikitext-2", "wikitext-103": downloaded
 # once. "own": every host brings its own text.
@@ -123,20 +126,6 @@ snapshot_every = {exchange.snapshot_every}
 min_replicas = {exchange.min_replicas}
 """
 
-AHEAD = """\
-# The copy of the next block learns along with ours until a newer version of it comes.
-ahead_learns = {training.ahead_learns}
-"""
-REPLICAS = """\
-# The learning rate is that of a host alone. With R hosts on a block it is R to this power times as
-# high: the mean of their steps is shorter than each of them, and less noisy.
-replica_power = {training.replica_power}
-"""
-JOINT = """\
-# So much of every batch teaches blocks to denoise a whole output at once, for the mode `denoise`.
-denoise_share = {training.denoise_share}
-"""  # options that are left out where they are off
-
 
 def emit(runfile: RunFile) -> bytes:
     """A commented run file; `swarm.runfile.parse` gives the same run back."""
@@ -150,10 +139,7 @@ def emit(runfile: RunFile) -> bytes:
         name: SimpleNamespace(**{key: _toml(value) for key, value in table.items()})
         for name, table in tables.items()
     }
-    options = AHEAD.format(**written) if runfile.run.training.ahead_learns else ""
-    options += REPLICAS.format(**written) if runfile.run.training.replica_power else ""
-    options += JOINT.format(**written) if runfile.run.denoises else ""
-    return TEMPLATE.format(options=options, **top, **written).encode()
+    return TEMPLATE.format(**top, **written).encode()
 
 
 def _toml(value: Any) -> str:
@@ -179,14 +165,7 @@ def preset(name: str, run_name: str, seed: int = 0, wishes: Wishes = AS_PRESET) 
     """The run that `init --preset` writes: its rounds and densities are planned (`swarm.plan`)."""
     from swarm.plan import ENDS_DENSITY, plan
     from swarm.run import ModelShape, Run, Training
-    from swarm.runfile import (
-        DataName,
-        DataRules,
-        ExchangeRules,
-        RoundSchedule,
-        RunFile,
-        scheduled_steps,
-    )
+    from swarm.runfile import DataName, DataRules, ExchangeRules, RoundSchedule, RunFile
 
     data: DataName = "python" if name == "tiny" else "wikitext-103"
     if name == "tiny":
@@ -202,13 +181,12 @@ def preset(name: str, run_name: str, seed: int = 0, wishes: Wishes = AS_PRESET) 
         hours, steps_per_s, min_replicas = 7 * 24.0, 2 / 3, 3
     else:
         raise UsageError(f"no preset is called {name}", f"choose one of {', '.join(PRESETS)}")
-    # In a swarm all periods are equally long, so short rounds would only idle.
-    training = replace(training, short_rounds=0, replica_power=0.5)
+    training = replace(training, replica_power=0.5)
     hours, steps_per_s = wishes.hours or hours, wishes.steps_per_s or steps_per_s
     planned = plan(training, hours * 3600.0, steps_per_s)
     rounds = RoundSchedule(0, planned.period_s, planned.count, *planned.windows_s)
-    training = replace(training, steps_per_round=planned.steps_per_round)
-    training = replace(training, steps=scheduled_steps(training, rounds.count))
+    steps = planned.count * planned.steps_per_round
+    training = replace(training, steps_per_round=planned.steps_per_round, steps=steps)
     run = Run(model=shape, training=training, seed=seed)
     exchange = ExchangeRules(_topk(planned.density), 32, min_replicas, ENDS_DENSITY)
     file = RunFile(run_name, run, DataRules(data, ""), rounds, exchange)

@@ -7,8 +7,7 @@ and nothing here writes them again; `with_start` makes the one change that gives
 beginning, and so its name.
 
 Every field must be there. If a missing one took a default, two versions of this program with
-different defaults would train different runs under one name. Options that came later than the
-format may be missing, and then they are off, for ever.
+different defaults would train different runs under one name.
 """
 
 from __future__ import annotations
@@ -31,7 +30,7 @@ from swarm.rounds.state import RoundRules
 from swarm.run import ModelShape, Noise, Run, Training
 from swarm.tables import from_table
 
-FORMAT = 1
+FORMAT = 2
 MAX_TEXT_BYTES = PAYLOAD_MAX_BYTES[Kind.RUN_REPLY]
 # tomllib takes 40 s for 60 KB of one dotted key; with lines this short the worst found is 1 s.
 MAX_LINE_BYTES = 160
@@ -41,14 +40,7 @@ MAX_WORKER_BYTES = 2**40  # a run that needs more memory than this is a mistake 
 # Newcomers start from a snapshot that a log reply reaches back to, and replicas keep the last two:
 # the older one is up to twice as many rounds back as there are from one snapshot to the next.
 MAX_SNAPSHOT_EVERY = LOG_ENTRIES_PER_REPLY // 2
-MAX_SHORT_ROUNDS = 1000
 MAX_ENDS_DENSITY = 16.0  # all weights in the first and the last 16 exchanges
-LATER_TRAINING: Mapping[str, Any] = {
-    "denoise_share": 0.0,
-    "ahead_learns": False,
-    "replica_power": 0.0,
-}
-LATER_EXCHANGE: Mapping[str, Any] = {"ends_density": 0.0}
 
 DataName = Literal["python", "wikitext-2", "wikitext-103", "own"]
 
@@ -148,7 +140,7 @@ class ExchangeRules:
 class RunFile:
     """A run (swarm.run) and what a swarm needs besides: a name, data, a clock, an exchange.
 
-    `run.training.steps` is not in the file; it must be `scheduled_steps` of the rest.
+    `run.training.steps` is not in the file; it must be `rounds.count` times the steps of a round.
     """
 
     name: str
@@ -164,14 +156,8 @@ class RunFile:
             )
         self._check_size()
         model, training = self.run.model, self.run.training
-        if training.steps != scheduled_steps(training, self.rounds.count):
+        if training.steps != self.rounds.count * training.steps_per_round:
             raise RunFileError("training.steps is not what rounds.count makes it")
-        if self.run.noise.adaptive:
-            raise RunFileError(
-                "noise.adaptive: in a swarm sigmas cannot adapt, or the replicas of a block would "
-                "train on different ones",
-                "set adaptive = false; `blockswarm train --adaptive-sigma` has it",
-            )
         if model.relays and training.staggered and self.exchange.snapshot_every < model.blocks:
             possible = model.blocks <= MAX_SNAPSHOT_EVERY
             enough = f"set snapshot_every = {model.blocks} or more, or " if possible else "set "
@@ -230,20 +216,11 @@ class _Tables:
 
 SECTIONS = {name: kind for name, kind in get_type_hints(_Tables).items() if is_dataclass(kind)}
 DERIVED = {"steps"}
-LATER = {"training": LATER_TRAINING, "exchange": LATER_EXCHANGE}  # these may be missing
 
 
 def run_id(text: bytes) -> bytes:
     """The name of a run: the digest of its file's exact bytes."""
     return content_digest(text)
-
-
-def scheduled_steps(training: Training, count: int) -> int:
-    """Steps in `count` rounds: count * steps_per_round, less what the short rounds leave out."""
-    _between("training.short_rounds", training.short_rounds, 0, MAX_SHORT_ROUNDS)
-    short = min(count, training.short_rounds)
-    first = sum(training.steps_in_round(number) for number in range(short))
-    return first + (count - short) * training.steps_per_round
 
 
 def with_start(text: bytes, start_s: int) -> bytes:
@@ -287,23 +264,31 @@ def _tables(text: bytes) -> dict[str, Any]:
 
 
 def _read(raw: dict[str, Any]) -> RunFile:
-    version = raw.get("format", FORMAT)
-    if type(version) is int and version > FORMAT:
-        raise RunFileError(
-            f"this run needs a newer blockswarm (format above {FORMAT})", "upgrade blockswarm"
-        )
-    if type(version) is not int or version != FORMAT:
-        raise RunFileError(f"format must be {FORMAT}")
+    _check_format(raw.get("format", FORMAT))
     _expect("the run file", raw, [field.name for field in fields(_Tables)])
     for name, kind in SECTIONS.items():
         if not isinstance(raw[name], dict):
             raise RunFileError(f"{name} is not a section; write [{name}]")
-        raw[name] = {**LATER.get(name, {}), **raw[name]}
         _expect(f"[{name}]", raw[name], [f.name for f in fields(kind) if f.name not in DERIVED])
     file = from_table(_Tables, raw, "run file")
-    training = replace(file.training, steps=scheduled_steps(file.training, file.rounds.count))
+    training = replace(file.training, steps=file.rounds.count * file.training.steps_per_round)
     run = Run(file.model, file.noise, training, file.seed)
     return RunFile(file.name, run, file.data, file.rounds, file.exchange)
+
+
+def _check_format(version: object) -> None:
+    if type(version) is not int:
+        raise RunFileError(f"format must be {FORMAT}")
+    if version > FORMAT:
+        raise RunFileError(
+            f"this run needs a newer blockswarm (format above {FORMAT})", "upgrade blockswarm"
+        )
+    if version < FORMAT:
+        raise RunFileError(
+            f"this run file is of an older version: format {version}, where {FORMAT} is needed",
+            "blockswarm init writes a new one; a run that has begun ends with the version of "
+            "blockswarm that it began with",
+        )
 
 
 def _expect(where: str, table: Mapping[str, Any], wanted: Collection[str]) -> None:

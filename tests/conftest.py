@@ -71,7 +71,6 @@ def tiny_run() -> MakeRun:
             "context": 16,
             "steps": 100,
             "steps_per_round": 3,
-            "short_rounds": 0,
             "batch": 4,
             "warmup_steps": 2,
             "learning_rate": 2e-3,

@@ -10,9 +10,9 @@ from __future__ import annotations
 from functools import partial
 
 from benchmarks import harness
+from benchmarks.corpus import benchmark_corpus
 from benchmarks.quality.row import measure
 from benchmarks.quality.variants import figures, variants
-from node.data.corpus import benchmark_corpus
 
 
 def main() -> None:

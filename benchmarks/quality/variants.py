@@ -72,7 +72,6 @@ def variants(quick: bool) -> list[Variant]:
     add("independent, z removed", other, coupling="independent", objective="plain")
     add("one block on 4 times the bytes", 4 * other, **alone)
     add("relay, copies 50 steps old", other, coupling="relay")
-    add("look-ahead, no short rounds early", other, short_rounds=0)
     add("look-ahead, z removed", other, objective="plain")
     add("end-to-end, a loss at every second layer", other, end_to_end=True, heads_every=2)
     add("end-to-end in the wall-clock of look-ahead", headline / 1.8, end_to_end=True, **best)

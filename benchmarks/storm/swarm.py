@@ -2,10 +2,8 @@
 
 from __future__ import annotations
 
-from dataclasses import replace
-
 from swarm.run import ModelShape, Run, Training, usual_learning_rate
-from swarm.runfile import DataRules, ExchangeRules, RoundSchedule, RunFile, scheduled_steps
+from swarm.runfile import DataRules, ExchangeRules, RoundSchedule, RunFile
 
 PERIOD_S = 5.0
 HOSTS = ("seed", "ann", "bob", "cem", "dia", "eve", "fay")
@@ -15,9 +13,14 @@ QUICK_HOSTS = HOSTS[:4]
 def storm_run(rounds: int) -> RunFile:
     """As small as a run can be that still learns within minutes."""
     shape = ModelShape(blocks=2, layers=1, width=32, heads=2, context=64)
-    training = Training(steps_per_round=10, short_rounds=0, warmup_steps=20, batch=4)
-    steps = scheduled_steps(training, rounds)
-    training = replace(training, steps=steps, learning_rate=usual_learning_rate(steps))
+    steps = rounds * 10
+    training = Training(
+        steps=steps,
+        steps_per_round=10,
+        batch=4,
+        learning_rate=usual_learning_rate(steps),
+        warmup_steps=20,
+    )
     schedule = RoundSchedule(0, PERIOD_S, rounds, 0.5, 1.5, 0.5, 0.6)
     exchange = ExchangeRules("topk:0.05:2:overall", snapshot_every=8, min_replicas=1)
     return RunFile(

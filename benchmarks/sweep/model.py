@@ -20,13 +20,14 @@ import torch
 from safetensors.torch import load_file, save_file
 from torch import Tensor
 
+from benchmarks.corpus import benchmark_corpus
 from benchmarks.harness import ROOT
-from node.data.corpus import Corpus, benchmark_corpus
+from benchmarks.reference import ReferenceWorker
+from node.data.corpus import Corpus
 from node.data.download import cache_folder
 from node.data.windows import WindowStream, stream_seed
 from node.local.model_folder import has_model, load_model
 from swarm.learning.composition import ComposedModel
-from swarm.learning.reference import ReferenceWorker
 from swarm.run import Run
 from swarm.writing.generate import Sampling
 from swarm.writing.speculative import choose_rows
@@ -152,8 +153,8 @@ def reference(wanted: Recipe, run: Run, corpus: Corpus) -> ReferenceWorker:
         seed = stream_seed("windows", run.seed)
         shape, training = run.model, run.training
         stream = WindowStream(corpus.train, shape.context, training.batch, seed, name="train")
-        for _ in range(training.steps):
-            windows = torch.from_numpy(next(stream).copy()).long()
+        for step in range(training.steps):
+            windows = torch.from_numpy(stream.batch_at(step)).long()
             worker.step(windows[:, :-1], windows[:, 1:])
         half = path.with_suffix(".tmp")
         save_file(worker.model.state_dict(), half)

@@ -18,9 +18,9 @@ beside it. docs/three-hosts.md says how to repeat it on rented machines.
 from __future__ import annotations
 
 from benchmarks import harness
+from benchmarks.corpus import benchmark_corpus
 from benchmarks.three_hosts.rows import figures, measure, variants
 from benchmarks.wan import namespaces
-from node.data.corpus import benchmark_corpus
 
 TARGET_CE = 1.811  # where the paper's three-host run ended
 

@@ -7,6 +7,7 @@ from dataclasses import asdict, dataclass
 from typing import Any
 
 from benchmarks import harness
+from benchmarks.corpus import benchmark_corpus
 from benchmarks.three_hosts.swarm import (
     DENSE,
     SPARSE,
@@ -19,7 +20,6 @@ from benchmarks.three_hosts.swarm import (
     topology_text,
 )
 from benchmarks.wan import events as log
-from node.data.corpus import benchmark_corpus
 from protocol.errors import BlockswarmError
 from swarm.run import ModelShape, Training
 

@@ -14,22 +14,23 @@ import sys
 import tempfile
 import time
 from collections.abc import Sequence
-from dataclasses import dataclass, replace
+from dataclasses import dataclass
 from pathlib import Path
 from typing import Any
 
+from benchmarks.corpus import WIKITEXT2_VARIABLE
 from benchmarks.harness import ROOT
+from benchmarks.link_model import LinkModel
 from benchmarks.wan import events as log
 from benchmarks.wan.bed import Bed
 from benchmarks.wan.namespaces import BedFailed
 from benchmarks.wan.processes import Command
 from benchmarks.wan.runner import SwarmOnBed, run_start_s
-from node.data.corpus import WIKITEXT2_VARIABLE, Corpus
+from node.data.corpus import Corpus
 from protocol.errors import BlockswarmError
-from protocol.ledger import LinkModel
 from swarm.run import ModelShape, Run, Training, usual_learning_rate
 from swarm.run_template import emit
-from swarm.runfile import DataRules, ExchangeRules, RoundSchedule, RunFile, scheduled_steps
+from swarm.runfile import DataRules, ExchangeRules, RoundSchedule, RunFile
 
 WAN = ROOT / "benchmarks" / "wan"
 CLIENT = "client"
@@ -72,11 +73,13 @@ def run_file(
     name: str, shape: ModelShape, codec: str, rounds: int, steps: int, period_s: float
 ) -> RunFile:
     """WikiText-2; the windows of an exchange are a part of the period, for any line."""
+    all_steps = rounds * steps
     training = Training(
-        steps_per_round=steps, short_rounds=0, warmup_steps=min(40, rounds * steps // 10)
+        steps=all_steps,
+        steps_per_round=steps,
+        warmup_steps=min(40, all_steps // 10),
+        learning_rate=usual_learning_rate(all_steps),
     )
-    steps = scheduled_steps(training, rounds)
-    training = replace(training, steps=steps, learning_rate=usual_learning_rate(steps))
     p = period_s
     schedule = RoundSchedule(0, p, rounds, 0.08 * p, 0.3 * p, 0.1 * p, 0.15 * p)
     exchange = ExchangeRules(codec, snapshot_every=max(4, shape.blocks), min_replicas=1)

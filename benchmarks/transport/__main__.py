@@ -10,8 +10,8 @@ round; a ratio is the median of the rounds' ratios, in the figures of those of 1
 
 Peak memory is what the kernel says a process held at most during a transfer, above what it held
 when it had just started. The ledger is compared with the kernel's interface counters across two
-network namespaces after the documented overhead (`protocol.ledger.LinkModel`); that needs root and
-is skipped else.
+network namespaces after the documented overhead (`benchmarks.link_model`); that needs root and is
+skipped else.
 """
 
 from __future__ import annotations

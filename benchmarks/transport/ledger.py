@@ -16,8 +16,8 @@ from pathlib import Path
 from typing import Any
 
 from benchmarks import harness
+from benchmarks.link_model import LinkModel
 from benchmarks.transport.p2pd import MB, open_network, receive_framed, run_loop, sender_process
-from protocol.ledger import LinkModel
 
 NAMESPACES = ("bsbench-a", "bsbench-b")
 HOSTS = ("10.213.7.1", "10.213.7.2")
@@ -90,9 +90,8 @@ async def measure_ledger(sizes_mb: list[int]) -> dict[str, Any] | None:
         print(f"skipped: ledger against the kernel needs network namespaces ({error})", flush=True)
         return None
     segment_bytes = round(counted["rx_bytes"] / counted["rx_packets"]) - 66
-    model = LinkModel()
-    if segment_bytes > 1448:  # offloading could not be switched off: use what was counted
-        model = model.with_segments(segment_bytes)
+    # More than 1448 where offloading could not be switched off: then what was counted.
+    model = LinkModel(segment_bytes=max(1448, segment_bytes))
     expected = (
         model.on_the_wire_bytes(counted["ledger_in"])
         + model.acknowledgement_bytes(counted["ledger_in"])

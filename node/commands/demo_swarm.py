@@ -18,7 +18,7 @@ import subprocess
 import sys
 import time
 from collections.abc import Callable, Iterator
-from dataclasses import dataclass, field, replace
+from dataclasses import dataclass, field
 from pathlib import Path
 from threading import Thread, current_thread, main_thread
 from typing import Any
@@ -29,15 +29,7 @@ from node.machine.child_process import leave_with_parent
 from protocol.errors import BlockswarmError, UsageError
 from swarm.events import EventError, LogEvent, NodeEvent, RoundEvent, from_line
 from swarm.run import ModelShape, Run, Training
-from swarm.runfile import (
-    DataRules,
-    ExchangeRules,
-    RoundSchedule,
-    RunFile,
-    parse,
-    scheduled_steps,
-    with_start,
-)
+from swarm.runfile import DataRules, ExchangeRules, RoundSchedule, RunFile, parse, with_start
 
 WORKERS = 7  # the seed, and six that join
 LATECOMER = WORKERS
@@ -59,15 +51,15 @@ class DemoError(BlockswarmError):
 def demo_run(rounds: int = ROUNDS, period_s: float = PERIOD_S) -> RunFile:
     """Small enough for 7 workers on 2 cores."""
     shape = ModelShape(blocks=4, layers=1, width=96, heads=4, context=96)
+    steps_per_round = 6
     training = Training(
-        steps_per_round=6,
-        short_rounds=0,
+        steps=rounds * steps_per_round,
+        steps_per_round=steps_per_round,
         warmup_steps=20,
         learning_rate=5e-3,
         replica_power=0.5,
     )
     schedule = RoundSchedule(0, period_s, rounds, 0.15, 0.5, 0.2, 0.18)
-    training = replace(training, steps=scheduled_steps(training, rounds))
     exchange = ExchangeRules("topk:0.05:2:overall", 16, min_replicas=1, ends_density=0.5)
     return RunFile(
         "demo", Run(shape, training=training), DataRules("python", ""), schedule, exchange

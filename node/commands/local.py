@@ -77,11 +77,6 @@ without_option = click.option(
 @click.option(
     "--leak-limit", type=float, default=0.05, show_default=True, help="Nats z may tell of a byte."
 )
-@click.option(
-    "--adaptive-sigma",
-    is_flag=True,
-    help="Raise a block's sigmas while it reads its target.",
-)
 @click.option("--steps", type=int, default=2000, show_default=True, help="Steps of every block.")
 @click.option(
     "--steps-per-round", type=int, default=50, show_default=True, help="Age of copies, in steps."
@@ -219,12 +214,10 @@ def probe(
     The limit is that of runs by default, whatever --leak-limit this run had; a stricter one counts.
     """
     from node.local.jobs import data_changed, load_with_corpus, probe_blocks
-    from node.local.model_folder import read_manifest, trained_sigmas
 
     composed, corpus = load_with_corpus(model, data, without, options)
     changed = data_changed(model, data, corpus)
-    sigmas = trained_sigmas(read_manifest(model), composed.run)
-    facts = probe_blocks(composed, corpus, limit_bytes, sigmas)
+    facts = probe_blocks(composed, corpus, limit_bytes)
     facts["data_changed"] = changed
     (print_json if as_json else print_probe)(facts)
 

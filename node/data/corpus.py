@@ -22,7 +22,7 @@ import stat
 import sys
 import sysconfig
 from collections.abc import Mapping, Sequence
-from dataclasses import dataclass, replace
+from dataclasses import dataclass
 from pathlib import Path
 
 import numpy as np
@@ -45,12 +45,6 @@ MAX_FILE_BYTES = 64 << 30
 SNIFF_BYTES = 8192
 CONTROLS = bytes(set(range(32)) - set(b"\t\n\v\f\r\x1b"))
 """Control characters that hardly ever stand in text."""
-
-WIKITEXT2_VARIABLE = "BLOCKSWARM_WIKITEXT2"
-WIKITEXT2_TRAIN = {
-    "9e9fa1ad55b1c2c95b08e37dd8e653f638fac2c6de904b79e813611eefbc985f": "tokenised",
-    "6707892fa3788b5ab9ed78ab5ff37d9fe825f6011a2ad4fcd6a6d467f0e7da57": "raw",
-}
 
 
 @dataclass(frozen=True, eq=False)
@@ -185,34 +179,6 @@ def archive_corpus(
         if hashes[split] != expected.get(path.name):
             raise DataError(f"{path} was altered (its sha256 differs)", f"remove {folder}")
     return corpus
-
-
-def benchmark_corpus(
-    cache: Path | None = None, progress: download.Progress = download.silent
-) -> Corpus:
-    """The WikiText-2 that benchmarks read; `source` says which one it is.
-
-    The folder named by BLOCKSWARM_WIKITEXT2; otherwise `../shared/data/wikitext-2` beside the
-    repository if it is there; otherwise the cached download. The tokenised and the raw text are
-    different corpora, and their figures do not compare. No absolute path gets into `source`,
-    since results are published.
-    """
-    named = os.environ.get(WIKITEXT2_VARIABLE, "")
-    beside = Path(__file__).resolve().parents[3] / "shared" / "data" / "wikitext-2"
-    if named:
-        folder, described = Path(named).expanduser(), f"the folder in {WIKITEXT2_VARIABLE}"
-    elif beside.is_dir():
-        folder, described = beside, "../shared/data/wikitext-2"
-    else:
-        return load_corpus("wikitext-2", cache, progress)
-    if not folder.is_dir():
-        raise DataError(f"{WIKITEXT2_VARIABLE} names no folder: {named}", "correct or unset it")
-    files = _split_files(folder)
-    if files is None:
-        raise DataError(f"{folder} has no train.txt, valid.txt and test.txt", "correct or unset it")
-    corpus, hashes = _from_split_files("wikitext-2", described, files)
-    kind = WIKITEXT2_TRAIN.get(hashes["train"], "not a known version")
-    return replace(corpus, source=f"{described} ({kind})")
 
 
 # A person's own text.

@@ -7,7 +7,6 @@ the bytes come from (see `node.data.corpus`), torch or the model.
 from __future__ import annotations
 
 import hashlib
-from collections.abc import Iterator, Mapping
 
 import numpy as np
 import numpy.typing as npt
@@ -43,14 +42,11 @@ class WindowStream:
     between versions, which it does not promise for `integers()`.
     """
 
-    def __init__(
-        self, data: Bytes, window: int, batch: int, seed: int, position: int = 0, name: str = "data"
-    ) -> None:
+    def __init__(self, data: Bytes, window: int, batch: int, seed: int, name: str = "data") -> None:
         check_window(data, window, name)
         if batch < 1:
             raise DataError(f"a batch of {batch} windows holds nothing", "use at least 1")
-        self.batch = batch
-        self.restore({"seed": seed, "position": position})
+        self.batch, self.seed = batch, seed
         # A view with one row per start, of stride 1: picking rows copies only those rows.
         self._windows = np.lib.stride_tricks.sliding_window_view(data, window + 1)
 
@@ -61,25 +57,6 @@ class WindowStream:
         # The bias of the remainder is below size / 2**64, which no experiment can see.
         starts = (raw % np.uint64(len(self._windows))).astype(np.int64)
         return self._windows[starts]
-
-    def __iter__(self) -> Iterator[Bytes]:
-        return self
-
-    def __next__(self) -> Bytes:
-        batch = self.batch_at(self.position)
-        self.position += 1
-        return batch
-
-    def state(self) -> dict[str, int]:
-        return {"seed": self.seed, "position": self.position}
-
-    def restore(self, state: Mapping[str, int]) -> None:
-        """Go on where `state()` was taken. The caller checks that the corpus is the same one."""
-        for name in ("seed", "position"):
-            value = state.get(name)
-            if type(value) is not int or not 0 <= value < 1 << 64:
-                raise DataError(f"the {name} of a stream of windows cannot be {value!r}")
-        self.seed, self.position = state["seed"], state["position"]
 
 
 def evaluation_windows(

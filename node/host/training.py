@@ -18,7 +18,7 @@ from node.network.gate import Backoff
 from node.replica.replica import Replica
 from node.trainer.process import TrainerSettings
 from node.trainer.trainer import BlockTrainer, OnDeath, OnProgress, TrainerError
-from swarm.runfile import RunFile, scheduled_steps
+from swarm.runfile import RunFile
 
 _log = logging.getLogger(__name__)
 
@@ -64,8 +64,8 @@ class Training:
         async def give() -> None:
             training = self.run_file.run.training
             await self.trainer.begin_round(
-                scheduled_steps(training, number),
-                training.steps_in_round(number),
+                number * training.steps_per_round,
+                training.steps_per_round,
                 training.rate_factor(replica.state.log.replicas()),
             )
 

@@ -9,7 +9,7 @@ from __future__ import annotations
 
 import os
 import shlex
-from collections.abc import Mapping, Sequence
+from collections.abc import Mapping
 from dataclasses import replace
 from pathlib import Path
 from typing import Any
@@ -32,8 +32,7 @@ from node.machine.memory import keep_freed_memory
 from protocol.errors import DataError, UsageError
 from swarm.learning.composition import ComposedModel
 from swarm.learning.evaluate import honest_ce, teacher_forced_ce
-from swarm.learning.noise import Interval
-from swarm.learning.objective import DenoisingObjective
+from swarm.learning.noise import block_interval
 from swarm.run import Composition, ModelShape, Noise, Run, Training, usual_learning_rate
 from swarm.writing import denoise
 from swarm.writing.generate import Sampling, generate
@@ -49,7 +48,6 @@ RUN_OPTIONS = {
     "sigma_min": ("noise", "sigma_min"),
     "sigma_max": ("noise", "sigma_max"),
     "leak_limit": ("noise", "leak_limit_nats"),
-    "adaptive_sigma": ("noise", "adaptive"),
     "steps": ("training", "steps"),
     "steps_per_round": ("training", "steps_per_round"),
     "batch": ("training", "batch"),
@@ -123,9 +121,7 @@ def _resume(out: Path) -> str:
     return f"blockswarm train --resume -o {shlex.quote(str(out))}"
 
 
-def probe_blocks(
-    composed: ComposedModel, corpus: Corpus, limit_bytes: int, sigmas: Sequence[Interval]
-) -> Facts:
+def probe_blocks(composed: ComposedModel, corpus: Corpus, limit_bytes: int) -> Facts:
     """A run may be allowed any leak, to study it; whether a block reads its target is judged by
     the limit that runs have by default, or by the run's own if that is stricter."""
     run = composed.run
@@ -134,14 +130,13 @@ def probe_blocks(
     for index, honest in enumerate(honest_ce(composed, batches).block_ce_nats):
         if honest is None:
             continue
-        kind = run.training.objective
-        objective = DenoisingObjective(kind, run.noise, sigmas[index], composed.targets)
-        forced = teacher_forced_ce(composed, batches, index, objective)
+        forced = teacher_forced_ce(composed, batches, index)
+        sigmas = block_interval(run.noise, run.model.blocks, index)
         rows.append(
             {
                 "block": index,
-                "sigma_low": sigmas[index].low,
-                "sigma_high": sigmas[index].high,
+                "sigma_low": sigmas.low,
+                "sigma_high": sigmas.high,
                 "teacher_forced_ce_nats": forced,
                 "honest_ce_nats": honest,
                 "leak_nats": honest - forced,

@@ -8,6 +8,7 @@ itself, as the command line wraps its commands in `memory_errors_told`.
 
 from __future__ import annotations
 
+import math
 import os
 import sys
 from collections.abc import Iterator
@@ -47,11 +48,7 @@ def _versions(run: Run) -> int:
     """How many versions of every block are held at once (`swarm.learning.local.Versions`)."""
     if not run.model.relays:
         return 1
-    rounds = steps = 0
-    while steps < run.training.steps and rounds < run.model.blocks:
-        steps += run.training.steps_in_round(rounds)
-        rounds += 1
-    return rounds
+    return min(run.model.blocks, math.ceil(run.training.steps / run.training.steps_per_round))
 
 
 def _copies(run: Run, block: int) -> int:

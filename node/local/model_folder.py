@@ -29,11 +29,10 @@ from protocol.version import PACKAGE_VERSION
 from swarm.cost import block_parameters
 from swarm.learning.composition import ComposedModel
 from swarm.learning.model import Block, block_of
-from swarm.learning.noise import Interval, block_interval
 from swarm.run import Composition, Run
 
 FORMAT = "blockswarm-model"
-FORMAT_VERSION = 1
+FORMAT_VERSION = 2
 MAX_MANIFEST_BYTES = 1 << 20
 SMALL = 1 << 20  # numbers: so many are allocated for any file, to say what is wrong with it
 MANIFEST, WEIGHTS = "manifest.json", "model.safetensors"
@@ -201,21 +200,6 @@ def data_sha256(manifest: Mapping[str, Any]) -> str | None:
     data = manifest.get("data")
     found = data.get("sha256") if isinstance(data, dict) else None
     return found if isinstance(found, str) else None
-
-
-def trained_sigmas(manifest: Mapping[str, Any], run: Run) -> list[Interval]:
-    """The sigmas that each block trained on last: the run's, unless they adapted to a leak."""
-    blocks = run.model.blocks
-    given = manifest.get("sigmas")
-    if given is None:
-        return [block_interval(run.noise, blocks, block) for block in range(blocks)]
-    try:
-        found = [Interval(float(low), float(high)) for low, high in given]
-        if len(found) != blocks or not all(0 < i.low < i.high < math.inf for i in found):
-            raise ValueError
-    except (TypeError, ValueError, OverflowError) as error:
-        raise ModelError(f"the {MANIFEST} has bad sigmas", _HINT) from error
-    return found
 
 
 def data_spec(manifest: Mapping[str, Any]) -> str:

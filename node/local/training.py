@@ -133,12 +133,10 @@ class LocalTraining:
         )
 
     def _glance(self) -> float | None:
-        """Ten times in a run: the CE so far, and sigmas that follow the measured leak."""
+        """Ten times in a run: the CE so far."""
         done, total = self.swarm.steps_done, self.run.training.steps
         if done % max(1, total // 10) or done == total:
             return None
-        if self.run.noise.adaptive:
-            self.swarm.adapt_sigmas(self._held_out("valid", GLANCE_BYTES))
         return self._evaluate("valid", GLANCE_BYTES).ce_nats
 
     def _progress(self, clock: _Clock, loss_nats: float, ce: float | None) -> Progress:
@@ -181,7 +179,6 @@ class LocalTraining:
             "data": {"spec": self.data_spec, "source": self.corpus.source, **self._corpus_id()},
             "trained_bytes_per_block": training.steps * training.batch * shape.context,
             "leak_nats": self.leak_nats,
-            "sigmas": [[sigma.low, sigma.high] for sigma in self.swarm.intervals()],
             "evaluation": {
                 "split": "test",
                 "size_bytes": after.size_bytes,

@@ -22,7 +22,6 @@ from protocol.log import Entry, LogError, Pin
 from swarm.consensus.fixed_point import FixedUpdate, Ints, add_into
 from swarm.consensus.log import ConsensusLog
 from swarm.consensus.step import TREND_ROUNDS
-from swarm.consensus.sums import summed
 from swarm.consensus.updates import UpdateCodec, replay, replayed_step, shards_of, snapshot_index
 
 Shards = tuple[memoryview, ...]
@@ -76,11 +75,6 @@ class Consensus:
                 del other.snapshots[digest]
         other._fill_steps(log)
         return other
-
-    def trend(self, log: ConsensusLog) -> FixedUpdate | None:
-        """The sum of `recent_steps`, or None."""
-        recent = self.recent_steps(log)
-        return summed([(step, 1) for step in recent]) if recent else None
 
     def recent_steps(self, log: ConsensusLog) -> tuple[FixedUpdate, ...]:
         """The last steps, whose sum is the trend; every replica of this head must get the same one.

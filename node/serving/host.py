@@ -37,15 +37,7 @@ from swarm.learning.model import Block, block_of
 from swarm.learning.worker import initial_block
 from swarm.run import Run
 from swarm.run_template import emit
-from swarm.runfile import (
-    DataRules,
-    ExchangeRules,
-    RoundSchedule,
-    RunFile,
-    parse,
-    run_id,
-    scheduled_steps,
-)
+from swarm.runfile import DataRules, ExchangeRules, RoundSchedule, RunFile, parse, run_id
 
 _log = logging.getLogger(__name__)
 
@@ -86,9 +78,9 @@ def run_file_of(run: Run, digests: dict[int, bytes]) -> bytes:
     """
     name = content_digest(b"".join(digests[block] for block in sorted(digests))).hex()[:16]
     blocks = run.model.blocks
-    training = replace(run.training, short_rounds=0)
+    training = run.training
     count = max(1, training.steps // training.steps_per_round)
-    training = replace(training, steps=scheduled_steps(training, count))
+    training = replace(training, steps=count * training.steps_per_round)
     rounds = RoundSchedule(1, 60.0, count, 1.0, 4.0, 1.0, 1.5)
     exchange = ExchangeRules("topk:0.02:2", min(256, max(16, blocks)), 1)
     served = replace(run, training=training)

@@ -85,7 +85,6 @@ class Trainer:
         on_progress: OnProgress,
         on_death: OnDeath,
     ) -> None:
-        self.settings = settings
         self.on_progress, self.on_death = on_progress, on_death
         run = Run.from_dict(settings.run)
         followed = followed_blocks(run.model, settings.block)

@@ -1,7 +1,6 @@
 """Tensor codecs: a flat float32 vector to self-describing bytes and back. See SPEC_CODECS.md.
 
     encoded = encode(update, "topk:0.02:2")     # a vector and a CodecSpec or its text form
-    feedback = encoded.residual(update)         # what the bytes do not say; the sender keeps it
     decoded = decode(data, expected_size)       # float32, sparse or dense
     indices, fixed = decode_fixed(data, size)   # the same in integers, for the aggregation
 
@@ -19,7 +18,6 @@ from __future__ import annotations
 
 from collections.abc import Callable
 from dataclasses import dataclass
-from functools import cached_property
 from typing import Any
 
 import numpy as np
@@ -105,26 +103,10 @@ class Decoded:
 
 @dataclass(frozen=True)
 class Encoded:
-    """A payload, and (on demand, for dense codecs) what a receiver decodes from it."""
+    """A payload; with top-k also what a receiver decodes from it."""
 
     data: bytes
-    size: int
     sparse: topk.Sparse | None = None
-
-    @cached_property
-    def decoded(self) -> Decoded:
-        if self.sparse is None:
-            return decode(self.data, self.size)
-        return Decoded(self.size, self.sparse.indices, from_fixed(self.sparse.fixed))
-
-    def residual(self, vector: Any) -> Float32s:
-        """Error feedback: vector - decoded, a new array."""
-        rest = np.array(_as_float32(vector))
-        if self.decoded.indices is None:
-            rest -= self.decoded.values
-        else:
-            rest[self.decoded.indices] -= self.decoded.values
-        return rest
 
 
 def encode(vector: Any, spec: CodecSpec | str = DEFAULT_CODEC) -> Encoded:
@@ -136,16 +118,16 @@ def encode(vector: Any, spec: CodecSpec | str = DEFAULT_CODEC) -> Encoded:
         spec = CodecSpec.parse(spec)
     if isinstance(vector, Source) and spec.codec == CodecId.TOPK and 1 <= vector.size <= MAX_SIZE:
         data, sparse = topk.encode_topk(vector, spec)
-        return Encoded(data, vector.size, sparse)
+        return Encoded(data, sparse)
     values = _as_float32(vector)
     if not 1 <= values.size <= MAX_SIZE:
         raise SizeMismatchError(f"{values.size} coordinates; 1 to {MAX_SIZE} can be encoded")
     if spec.codec == CodecId.TOPK:
         data, sparse = topk.encode_topk(values, spec)
-        return Encoded(data, values.size, sparse)
+        return Encoded(data, sparse)
     if spec.codec in (CodecId.INT8, CodecId.INT4):
-        return Encoded(dense.encode_blocks(values, spec), values.size)
-    return Encoded(dense.encode_floats(values, spec), values.size)
+        return Encoded(dense.encode_blocks(values, spec))
+    return Encoded(dense.encode_floats(values, spec))
 
 
 def read_header(data: bytes, expected_size: int) -> Header:

@@ -43,7 +43,7 @@ of four real ones, three with prose and one with code, that one was left out in 
 where texts may differ, only who on the average *opposes* a quarter of what the others agree on is
 left out, beside who clearly opposes them now. There noise goes in with 1/n of the weight.
 
-`tests/test_swarm_consensus_aggregate.py` holds the table against clip, mean and median.
+`tests/swarm/consensus/test_aggregate.py` holds the rule against a clip alone, mean and median.
 
 Known limits: where nothing is agreed on, noise and flips of an ordinary norm go in with 1/n of the
 weight; so does an old update of one's own under a new name while it still helps; a colluding
@@ -53,7 +53,6 @@ each other, so the rule starts at three.
 
 from __future__ import annotations
 
-import enum
 from collections.abc import Mapping, Sequence
 from dataclasses import dataclass
 from math import isqrt
@@ -64,13 +63,9 @@ from protocol.limits import WORK_ONE
 from swarm.consensus.fixed_point import (
     SCALE_ONE,
     FixedUpdate,
-    Ints,
-    compact,
-    exact_dot,
-    rounded_mean,
     scaled,
 )
-from swarm.consensus.sums import Products, mean_step, pieces, sparse_against, summed, summed_against
+from swarm.consensus.sums import mean_step, sparse_against, summed_against
 from swarm.consensus.trend import Trend
 
 CLIP_X16 = 20  # the clip stands at 1.25 times the reference norm; honest norms differ by 1.1
@@ -85,7 +80,7 @@ SILENT_X16 = 1  # below 1/16 of the recent norms an update says nothing
 PAIR_TIMES = 16 // SILENT_X16  # of two, a shorter update than that says nothing
 MIN_PAST = 3  # an average speaks only with so many rounds behind it
 
-Trending = Trend | FixedUpdate | Sequence[FixedUpdate] | None
+Trending = Trend | FixedUpdate | None
 
 
 def lower_median(values: Sequence[int]) -> int:
@@ -159,15 +154,6 @@ def _norm_to_log(norms: Sequence[int], recent_norms: Sequence[int]) -> int:
     return min(max(lower_median(norms), recent), upper_median(norms))
 
 
-class Rule(enum.Enum):
-    """How updates are combined. All but AGREE stand in the attack table as controls."""
-
-    MEAN = "mean"  # plain averaging
-    CLIP = "clip"  # norm clip, then the mean
-    AGREE = "agree"  # norm clip, leave out who opposes the rest, then the mean
-    MEDIAN = "median"  # coordinate-wise lower median of the clipped updates
-
-
 @dataclass(frozen=True, eq=False)
 class Aggregate:
     """The step of a round. `scales[i]` is the part of update i that went in, in 1/65536.
@@ -178,12 +164,8 @@ class Aggregate:
     delta: FixedUpdate
     scales: tuple[int, ...]
     median_norm: int
-    scores: tuple[int, ...] = ()
-    work: int = 0  # of all of them together: see `work_of`
-
-    @property
-    def contributors(self) -> int:
-        return sum(scale > 0 for scale in self.scales)
+    scores: tuple[int, ...]
+    work: int  # of all of them together: see `work_of`
 
 
 def _scores(
@@ -257,14 +239,11 @@ def _suspect(
 
 def _along(trend: Trending, updates: Sequence[FixedUpdate]) -> tuple[list[int], int]:
     """The inner products of updates with the trend, and its own square."""
+    if trend is None:
+        return [0] * len(updates), 0
     if isinstance(trend, Trend):
         return trend.products(updates), trend.squared
-    steps = (trend,) if isinstance(trend, FixedUpdate) else tuple(trend or ())
-    squared, products = 0, Products(updates)
-    for start, piece in pieces([(step, 1) for step in steps]) if steps else ():
-        squared += exact_dot(piece, piece)
-        products.add(start, piece)
-    return products.done(), squared
+    return summed_against([(trend, 1)], updates)[1], trend.squared
 
 
 def _judge(
@@ -307,16 +286,9 @@ def _judge(
         out.add(min(suspects, key=lambda i: (_mean(runs[i]), i)))
 
 
-def _median(clipped: Sequence[FixedUpdate]) -> Ints:
-    stacked = np.sort(np.stack([update.dense() for update in clipped]), axis=0)
-    low, high = stacked[(len(clipped) - 1) // 2], stacked[len(clipped) // 2]
-    return rounded_mean(low + high, 2)
-
-
 def aggregate(
     updates: Sequence[FixedUpdate],
     *,
-    rule: Rule = Rule.AGREE,
     recent_norms: Sequence[int] = (),
     trend: Trending = None,
     past_scores: Sequence[Sequence[int]] = (),
@@ -327,8 +299,8 @@ def aggregate(
     From the log, hence equal on every replica of the same consensus: `recent_norms`, the median
     norms of the last rounds (with one or two updates there is no majority to measure against, but
     there is a past, and a sender of tiny updates cannot clip the others to nothing); `trend`, the
-    sum of the last steps, or those steps; `past_scores`, for each update the last scores of its
-    sender. From the run file: `same_text`, whether all hosts are known to have the same.
+    sum of the last steps; `past_scores`, for each update the last scores of its sender. From the
+    run file: `same_text`, whether all hosts are known to have the same.
     """
     if not updates:
         raise ValueError("nothing to aggregate")
@@ -341,28 +313,17 @@ def aggregate(
     median_norm = _norm_to_log(heard, recent_norms)
     if len(heard) != 2:  # of two it is bounded already
         median_norm = min(median_norm, reference)
-    scales = [SCALE_ONE] * len(updates)
-    if rule is not Rule.MEAN:
-        scales = [clip_scale(length, reference * CLIP_X16 // 16) for length in norms]
+    scales = [clip_scale(length, reference * CLIP_X16 // 16) for length in norms]
     clipped = [scaled(update, scale) for update, scale in zip(updates, scales, strict=True)]
-    if rule is Rule.MEDIAN:
-        return Aggregate(compact(_median(clipped)), tuple(scales), median_norm)
-    scores: list[int] = []
-    if rule is Rule.AGREE:
-        longest = max(reference, recent_norms[-1] if recent_norms else 0) * REFUSE_X16 // 16
-        oversized = {i for i, length in enumerate(norms) if length > longest}
-        squares = [update.squared for update in clipped]
-        out, scores, total = _judge(clipped, squares, silent, oversized, trend, past, same_text)
-        scales = [0 if i in out else scale for i, scale in enumerate(scales)]
-        # A scale of 0 is an update clipped to nothing: it is not counted either.
-        if not any(scales):
-            median_norm = min(median_norm, _recent(recent_norms))  # a lie raises no limit
-    else:
-        total = summed([(update, 1) for update in clipped])
-    kept = [i for i, scale in enumerate(scales) if scale]
-    work = WORK_ONE * len(kept)
-    if rule is Rule.AGREE:
-        work = work_of([isqrt(squares[i]) for i in kept])
+    longest = max(reference, recent_norms[-1] if recent_norms else 0) * REFUSE_X16 // 16
+    oversized = {i for i, length in enumerate(norms) if length > longest}
+    squares = [update.squared for update in clipped]
+    out, scores, total = _judge(clipped, squares, silent, oversized, trend, past, same_text)
+    scales = [0 if i in out else scale for i, scale in enumerate(scales)]
+    # A scale of 0 is an update clipped to nothing: it is not counted either.
+    if not any(scales):
+        median_norm = min(median_norm, _recent(recent_norms))  # a lie raises no limit
+    work = work_of([isqrt(square) for square, scale in zip(squares, scales, strict=True) if scale])
     delta = mean_step(total, max(work, WORK_ONE))
     return Aggregate(delta, tuple(scales), median_norm, tuple(scores), work)
 

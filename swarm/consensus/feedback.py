@@ -38,9 +38,6 @@ from swarm.consensus.fixed_point import (
     Ints,
     Quanta,
     Whole,
-    add_into,
-    compact,
-    scaled,
 )
 
 Floats = npt.NDArray[np.float32]
@@ -53,31 +50,9 @@ def aside_share(replicas: float) -> float:
     return float(1.0 - max(1.0, replicas) ** -0.5)
 
 
-def unsent(
-    weights: npt.NDArray[np.float32],
-    consensus: npt.NDArray[np.int32],
-    in_flight: Sequence[FixedUpdate] = (),
-    aside: Ints | None = None,
-) -> Ints:
-    """What the next update is compressed from, in quanta."""
-    total: Ints = np.empty(weights.shape, dtype=np.int64)
-    for start in range(0, len(weights), SEGMENT):  # in the cache: five times as fast
-        part = weights[start : start + SEGMENT].astype(np.float64)
-        part *= 2.0**QUANTUM_BITS
-        np.rint(part, out=part)
-        quanta = part.astype(np.int64)
-        quanta -= consensus[start : start + SEGMENT]
-        total[start : start + SEGMENT] = quanta
-    if aside is not None:
-        total += aside
-    for update in in_flight:
-        add_into(total, update, -1)
-    return total
-
-
 @dataclass(frozen=True, eq=False)
 class Unsent:
-    """`unsent` as weights, made while it is read: what a live host compresses.
+    """What is unsent, as weights, made while it is read: what a host compresses.
 
     No vector of it is ever in memory, and it costs a tenth of one that is. Rounded to fp32, as the
     weights are. Only the sender ever sees it: an update is what its bytes decode to, and what it
@@ -151,28 +126,6 @@ def _take_out(update: FixedUpdate, start: int, out: Floats) -> None:
     out[at] -= (update.values[here] * 2.0**-QUANTUM_BITS).astype(np.float32)
 
 
-def correction(
-    step: FixedUpdate, own: FixedUpdate | None = None, own_scale: int = 0
-) -> FixedUpdate:
-    """What to add to the running weights when the consensus makes `step` (carried form).
-
-    `own_scale` is the part of our own update that went in (Aggregate.scales), in 1/65536: that
-    much is now in the consensus; what was clipped away stays with us.
-    """
-    total = step.dense().copy()
-    if own is not None and own_scale > 0:
-        add_into(total, scaled(own, own_scale), -1)
-    return compact(total)
-
-
-def reverse_correction(
-    step: FixedUpdate, own: FixedUpdate | None = None, own_scale: int = 0
-) -> FixedUpdate:
-    """Undo `correction`: the step is rolled back, what we had in it is unsent again."""
-    undone = correction(step, own, own_scale)
-    return FixedUpdate(undone.size, undone.indices, -undone.values)
-
-
 def only_ours(ours: Ints, theirs: Ints) -> Ints:
     """Of the way that our branch went since the fork, what the other branch did not go as well.
 
@@ -183,14 +136,3 @@ def only_ours(ours: Ints, theirs: Ints) -> Ints:
     common = np.where(np.sign(ours) == np.sign(theirs), np.minimum(np.abs(ours), np.abs(theirs)), 0)
     result: Ints = ours - np.sign(ours) * common
     return result
-
-
-def corrected(weights: npt.NDArray[np.float32], change: FixedUpdate) -> npt.NDArray[np.float32]:
-    """weights + change, rounded once. The rounding shows up in `unsent`, so nothing drifts."""
-    out = weights.copy()
-    quanta = change.values.astype(np.float64) * 2.0**-QUANTUM_BITS
-    if change.indices is None:
-        return (out.astype(np.float64) + quanta).astype(np.float32)
-    at = change.indices
-    out[at] = (out[at].astype(np.float64) + quanta).astype(np.float32)
-    return out

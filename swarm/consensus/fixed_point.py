@@ -76,9 +76,6 @@ class FixedUpdate:
         out[self.indices] = self.values
         return out
 
-    def same_as(self, other: FixedUpdate) -> bool:
-        return self.size == other.size and bool(np.array_equal(self.dense(), other.dense()))
-
 
 def checked(update: FixedUpdate, size: int) -> FixedUpdate:
     """The same update if it is well formed for a block of `size` weights; otherwise UpdateError."""
@@ -103,20 +100,6 @@ def checked(update: FixedUpdate, size: int) -> FixedUpdate:
             raise UpdateError("update indices are not ascending within the block")
         indices = indices.astype(np.int32, copy=False)
     return FixedUpdate(size, indices, values.astype(np.int32, copy=False))
-
-
-def from_codec(size: int, indices: Ints | None, values: Ints, bits: int) -> FixedUpdate:
-    """A decoded update (units of 2**-bits, bits >= QUANTUM_BITS) in quanta, checked.
-
-    Halves are rounded away from zero. The sender does the same to its own update before it books
-    it, so what the rounding drops stays unsent.
-    """
-    unit = 1 << (bits - QUANTUM_BITS)
-    if values.ndim != 1 or values.dtype.kind != "i":
-        raise UpdateError("update values are not a vector of integers")
-    if len(values) and max(int(values.max()), -int(values.min())) >= VALUE_LIMIT * unit - unit:
-        raise UpdateError("update value out of range")
-    return checked(FixedUpdate(size, indices, rounded_mean(values.astype(np.int64), unit)), size)
 
 
 def exact_dot(a: Whole, b: Whole, largest: int | None = None) -> int:

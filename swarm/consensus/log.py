@@ -17,16 +17,11 @@ from collections.abc import Sequence
 from dataclasses import dataclass
 from itertools import pairwise
 
-from protocol.errors import BlockswarmError
 from protocol.limits import WORK_ONE
 from protocol.log import Entry, LogError
 
 MAX_ENTRIES = 4096
 MAX_CONTRIBUTIONS = 1024
-
-
-class PrunedError(BlockswarmError):
-    """A version that is older than what this log keeps."""
 
 
 def check_chain(entries: Sequence[Entry], head: bytes) -> None:
@@ -102,19 +97,6 @@ class ConsensusLog:
         """The entries whose steps are kept: all since the older pinned snapshot."""
         oldest = self.pinned()[0].round
         return tuple(entry for entry in self.entries if entry.round > oldest)
-
-    def version_at(self, number: int) -> Entry:
-        """The consensus as of a round: the last entry that is not newer. For staggered copies."""
-        for entry in reversed(self.entries):
-            if entry.round <= number:
-                if entry.round < self.pinned()[0].round:
-                    break
-                return entry
-        raise PrunedError(f"round {number} is older than the log", "ask another replica")
-
-    def staggered(self, number: int, blocks_back: int) -> Entry:
-        """What the worker of block b reads of block b - blocks_back in round `number`."""
-        return self.version_at(number - (blocks_back - 1))
 
     def plan_move(self, theirs: Sequence[Entry], pinned: Sequence[Entry]) -> MovePlan:
         """From our head to theirs[-1]. `pinned` are the snapshots that the donors still have."""
@@ -199,8 +181,3 @@ class ConsensusLog:
         counts = self.inclusions(window)
         needed = min(seniority, max(counts.values(), default=0))
         return frozenset(sender for sender, count in counts.items() if count >= needed)
-
-
-def candidates(support: Counter[bytes], most: int = 3) -> tuple[bytes, ...]:
-    """Distinct digests worth fetching: the best supported, ties to the lower digest."""
-    return tuple(sorted(support, key=lambda digest: (-support[digest], digest))[:most])

@@ -12,7 +12,7 @@ from dataclasses import dataclass
 from protocol.digests import weights_digest
 from protocol.log import Contribution, Entry
 from protocol.votes import UpdateRef
-from swarm.consensus.aggregate import Rule, Trending, aggregate, clip_scale, norm_limit
+from swarm.consensus.aggregate import Aggregate, Trending, aggregate, clip_scale, norm_limit
 from swarm.consensus.feedback import Unsent
 from swarm.consensus.fixed_point import SCALE_ONE, FixedUpdate, Quanta, norm
 from swarm.consensus.log import ConsensusLog
@@ -39,7 +39,6 @@ def next_step(
     trend: Trending,
     *,
     same_text: bool = True,
-    rule: Rule = Rule.AGREE,
     room: Quanta | None = None,
 ) -> Step:
     """The step of round `number` from the head of `log`, whose weights these are.
@@ -49,16 +48,26 @@ def next_step(
     """
     result = aggregate(
         [update for _, update in updates],
-        rule=rule,
         recent_norms=log.recent_norms(),
         trend=trend,
         past_scores=[log.past_scores(ref.sender) for ref, _ in updates],
         same_text=same_text,
     )
-    scores = result.scores or (0,) * len(updates)
+    return step_of(log, number, weights, [ref for ref, _ in updates], result, room)
+
+
+def step_of(
+    log: ConsensusLog,
+    number: int,
+    weights: Quanta,
+    refs: Sequence[UpdateRef],
+    result: Aggregate,
+    room: Quanta | None = None,
+) -> Step:
+    """The step of round `number` that makes `result`, of these updates, the next consensus."""
     parts = [
         Contribution(ref.digest, ref.sender, scale, score)
-        for (ref, _), scale, score in zip(updates, result.scales, scores, strict=True)
+        for ref, scale, score in zip(refs, result.scales, result.scores, strict=True)
     ]
     new, change = apply_step(weights, result.delta, room)
     entry = Entry(

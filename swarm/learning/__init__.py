@@ -1,6 +1,6 @@
 """A block that learns, and blocks that are one model. Knows nothing of peers or rounds.
 
-model              layers, a self-contained block, the reference's layers
+model              layers, a self-contained block
 gradients          rotation, norm and ReLU, in fewer passes over memory
 head_loss          the head's loss, likewise
 optimizer          how weights follow their gradients: Muon, AdamW
@@ -14,5 +14,4 @@ flat               a block's weights as one vector
 composition        how the blocks' predictions become one
 evaluate           honest and teacher-forced CE
 local              all workers in one process
-reference          the end-to-end reference
 """

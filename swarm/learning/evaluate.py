@@ -57,14 +57,14 @@ def nll_sum(log_probs: Tensor, y: Tensor) -> float:
     return -float(log_probs.gather(-1, y.unsqueeze(-1)).cpu().double().sum())  # MPS has no double
 
 
-def honest_ce(model: ComposedModel, batches: Iterable[Tensor], noise_seed: int = 0) -> Evaluation:
+def honest_ce(model: ComposedModel, batches: Iterable[Tensor]) -> Evaluation:
     """Evaluate on windows of bytes: inputs are all but the last of each, targets all but the first.
 
     The prediction is complete before the targets are read.
     """
     total, count = 0.0, 0
     each_total: list[float] = [0.0] * len(model.blocks)
-    generator = torch.Generator().manual_seed(noise_seed)
+    generator = torch.Generator().manual_seed(0)
     for windows in batches:
         x, y = windows[:, :-1].to(model.device), windows[:, 1:].to(model.device)
         each = model.block_log_probs(x, generator)
@@ -82,23 +82,17 @@ def honest_ce(model: ComposedModel, batches: Iterable[Tensor], noise_seed: int =
 
 
 @torch.no_grad()
-def teacher_forced_ce(
-    model: ComposedModel,
-    batches: Iterable[Tensor],
-    index: int,
-    objective: DenoisingObjective | None = None,
-) -> float:
+def teacher_forced_ce(model: ComposedModel, batches: Iterable[Tensor], index: int) -> float:
     """A block's CE with z made from the target, as in training.
 
     Beside the honest CE it shows what the block reads out of its own target; it says nothing of
-    quality. `objective` is the worker's own if its sigmas have moved since the start.
+    quality.
     """
     run, block = model.run, model.blocks[index]
     if block is None:
         raise UsageError(f"block {index} is missing from this model")
-    if objective is None:
-        interval = block_interval(run.noise, run.model.blocks, index)
-        objective = DenoisingObjective(run.training.objective, run.noise, interval, model.targets)
+    interval = block_interval(run.noise, run.model.blocks, index)
+    objective = DenoisingObjective(run.training.objective, run.noise, interval, model.targets)
     before = [b for b in model.blocks[:index] if b is not None]
     total, count = 0.0, 0
     for number, windows in enumerate(batches):

@@ -6,17 +6,15 @@ others. The layout follows from the run's shape alone, so it never has to be sen
 
 from __future__ import annotations
 
-from collections.abc import Mapping
 from dataclasses import dataclass
 from typing import Any
 
 import numpy as np
 import numpy.typing as npt
 import torch
-from torch import Tensor
 
 from protocol.errors import ModelError
-from swarm.learning.model import Block, block_of
+from swarm.learning.model import Block
 from swarm.learning.worker import initial_block
 from swarm.run import Run
 
@@ -98,10 +96,3 @@ def add_flat_at(block: Block, change: Change) -> None:
 def initial_flat(run: Run, block: int) -> Floats:
     """The weights before the first round: what the run's seed gives everybody."""
     return flat_weights(initial_block(run, block))
-
-
-def state_of(run: Run, block: int, flat: Floats) -> Mapping[str, Tensor]:
-    """The flat vector as a block's named tensors, for a model folder."""
-    module = block_of(run, block)
-    load_flat(module, flat)
-    return module.state_dict()

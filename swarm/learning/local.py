@@ -7,19 +7,15 @@ staleness of a swarm can be measured on one machine. Knows nothing of data sets 
 from __future__ import annotations
 
 from collections.abc import Mapping, Sequence
-from dataclasses import astuple
 from typing import Any
 
 import torch
 from torch import Tensor
 
 from protocol.errors import ModelError
-from swarm.learning.composition import ComposedModel
 from swarm.learning.coupling import composed_versions, oldest_needed
-from swarm.learning.evaluate import honest_ce, teacher_forced_ce
 from swarm.learning.model import Block
 from swarm.learning.moving_copy import MovingCopy, frozen_copy
-from swarm.learning.noise import Interval, adapt_interval
 from swarm.learning.worker import BlockWorker, StepLoss
 from swarm.run import Run
 
@@ -65,7 +61,6 @@ class LocalSwarm:
             for block, lag in self._read_by(worker.index)
         }
         self.steps_done = 0
-        self.round_ends_at = 0  # in steps; copies are renewed when a round begins
 
     def step(self, x: Tensor, y: Tensor, offline: frozenset[int] = frozenset()) -> list[StepLoss]:
         """One step of every worker on the same batch."""
@@ -78,9 +73,8 @@ class LocalSwarm:
 
         At a round's start the copies are renewed first.
         """
-        if self.steps_done == self.round_ends_at:
+        if self.steps_done % self.run.training.steps_per_round == 0:
             self.versions.push([worker.block for worker in self.workers])
-            self.round_ends_at += self.run.training.steps_in_round(self.versions.newest)
             self._follow_newest()
         for moving in self.copies.values():
             moving.move()
@@ -93,31 +87,6 @@ class LocalSwarm:
             self.workers[index].steps_done += 1
         self.steps_done += 1
         return losses
-
-    def adapt_sigmas(self, held_out: Sequence[Tensor]) -> None:
-        """Raise the sigmas of every block that reads its target more than the run allows."""
-        model = ComposedModel(self.run, self.composed_blocks())
-        honest = honest_ce(model, held_out).block_ce_nats
-        for worker in self.workers:
-            forced = teacher_forced_ce(model, held_out, worker.index, worker.objective)
-            own = honest[worker.index]
-            assert own is not None
-            noise, now = self.run.noise, worker.objective.interval
-            self._set_interval(
-                worker.index,
-                adapt_interval(now, own - forced, noise.leak_limit_nats, noise.sigma_max),
-            )
-
-    def intervals(self) -> list[Interval]:
-        """The sigmas that each block trains on now."""
-        return [worker.objective.interval for worker in self.workers]
-
-    def _set_interval(self, block: int, interval: Interval) -> None:
-        """For the block's worker, and for the one that looks ahead to it."""
-        self.workers[block].objective.interval = interval
-        before = self.workers[block - 1].ahead if block else None
-        if before is not None:
-            before.interval = interval
 
     def composed_blocks(self, staggered: bool | None = None) -> list[Block]:
         """The blocks of the assembled model: the last one live, the others as it read them."""
@@ -147,12 +116,7 @@ class LocalSwarm:
                 _put(tensors, f"version.{version}.{index}", block.state_dict())
         for (index, lag), moving in self.copies.items():
             _put(tensors, f"copy.{index}.{lag}", moving.block.state_dict())
-        return tensors, {
-            "steps_done": self.steps_done,
-            "newest": self.versions.newest,
-            "round_ends_at": self.round_ends_at,
-            "sigmas": [astuple(interval) for interval in self.intervals()],
-        }
+        return tensors, {"steps_done": self.steps_done}
 
     def load_state(self, tensors: Mapping[str, Tensor], numbers: Mapping[str, Any]) -> None:
         """The inverse of `state`; a `ModelError` if the tensors are not of this run."""
@@ -161,12 +125,9 @@ class LocalSwarm:
                 worker.block.load_state_dict(_take(tensors, f"block.{worker.index}"))
                 worker.optimizer.load(_take(tensors, f"optimizer.{worker.index}"))
                 worker.steps_done = numbers["steps_done"]
-                sigmas = Interval(*map(float, numbers["sigmas"][worker.index]))
-                self._set_interval(worker.index, sigmas)
-            self.steps_done, self.versions.newest = numbers["steps_done"], numbers["newest"]
-            self.round_ends_at = numbers["round_ends_at"]
+            self.steps_done = numbers["steps_done"]
             held = sorted({int(k.split(".")[1]) for k in tensors if k.startswith("version.")})
-            self.versions.copies = {}
+            self.versions.copies, self.versions.newest = {}, max(held, default=-1)
             for version in held:
                 self.versions.copies[version] = []
                 for worker in self.workers:
@@ -185,10 +146,10 @@ class LocalSwarm:
             ) from error
 
     def _check_loaded(self, tensors: Mapping[str, Tensor]) -> None:
-        steps, newest, ends = self.steps_done, self.versions.newest, self.round_ends_at
-        if not all(type(n) is int for n in (steps, newest, ends)) or not 0 <= steps <= ends:
-            raise ValueError("its step numbers make no sense")
-        if newest != max(self.versions.copies, default=-1):
+        steps, newest = self.steps_done, self.versions.newest
+        if type(steps) is not int or steps < 0:
+            raise ValueError("its number of steps makes no sense")
+        if newest != (steps - 1) // self.run.training.steps_per_round:
             raise ValueError("the newest copies of the blocks are missing")
         if self.state()[0].keys() != tensors.keys():
             raise ValueError("it has tensors that the run has not")

@@ -1,4 +1,4 @@
-"""The network: causal Transformer layers, a self-contained block, the end-to-end reference.
+"""The network: causal Transformer layers and a self-contained block.
 
 A block owns all that it trains (context embedding, layers, head) and turns bytes, and perhaps the
 hidden state of the block before it, into a hidden state and logits. It knows nothing of losses,
@@ -21,7 +21,7 @@ from swarm.learning.head_loss import Evidence, head_loss
 from swarm.run import VOCABULARY, ModelShape, Objective, Run
 
 
-def _draw(weight: Tensor, std: float) -> None:
+def draw(weight: Tensor, std: float) -> None:
     """Normal weights, drawn in float64: in float32 their last bits differ between CPUs, and all
     hosts of a run must start from the same ones."""
     with torch.no_grad():
@@ -92,10 +92,10 @@ class Layer(nn.Module):
         self.up = nn.Linear(width, 4 * width, bias=False)
         self.down = nn.Linear(4 * width, width, bias=False)
         for linear in (self.qkv, self.up):
-            _draw(linear.weight, width**-0.5)
+            draw(linear.weight, width**-0.5)
         for linear in (self.attention_out, self.down):
             # 2 * depth branches add up on the residual stream: keep their sum of order one.
-            _draw(linear.weight, (linear.in_features * 2 * depth) ** -0.5)
+            draw(linear.weight, (linear.in_features * 2 * depth) ** -0.5)
 
     def forward(
         self, x: Tensor, modulation: Tensor | None = None, cache: LayerCache | None = None
@@ -176,7 +176,7 @@ class Block(nn.Module):
         width = shape.width
         self.shape = shape
         self.embedding = nn.Embedding(VOCABULARY, width)
-        _draw(self.embedding.weight, 1.0)
+        draw(self.embedding.weight, 1.0)
         rotary = RotaryPositions(shape.context, width // shape.heads)
         self.layers = nn.ModuleList(Layer(shape, shape.layers, rotary) for _ in range(shape.layers))
         self.relay_in: nn.Linear | None = None
@@ -187,16 +187,16 @@ class Block(nn.Module):
         self.sigma_modulation: SigmaModulation | None = None
         if objective == "edm":
             self.z_in = nn.Linear(width, width, bias=False)
-            _draw(self.z_in.weight, width**-0.5)
+            draw(self.z_in.weight, width**-0.5)
             self.sigma_modulation = SigmaModulation(width, shape.layers)
             self.denoised_out = nn.Linear(width, width)
-            _draw(self.denoised_out.weight, 0.02)
+            draw(self.denoised_out.weight, 0.02)
             nn.init.zeros_(self.denoised_out.bias)
             # The logits are <D, E_v> times a learned scale: unit vectors alone cannot be sure.
             self.log_scale = nn.Parameter(torch.tensor(math.log(10.0)))
         else:
             self.head = nn.Linear(width, VOCABULARY)
-            _draw(self.head.weight, 0.02)
+            draw(self.head.weight, 0.02)
             nn.init.zeros_(self.head.bias)
         self.unknown: nn.Parameter | None = None
         self.byte_prior: nn.Parameter | None = None
@@ -259,49 +259,6 @@ class Block(nn.Module):
     def at_hand(self, keep: bool = False) -> AbstractContextManager[Block]:
         """A block is there in full; a copy of one may not be (`swarm.learning.moving_copy`)."""
         return nullcontext(self)
-
-
-class EndToEnd(nn.Module):
-    """The reference: the same layers, blocks * layers of them, trained with one loss at the top.
-
-    With `heads_every` > 0 there is also a head after every so many layers, trained with the same
-    loss, because relay and look-ahead have such heads and the baseline must not lack them.
-    """
-
-    def __init__(self, shape: ModelShape, heads_every: int = 0) -> None:
-        super().__init__()
-        depth = shape.blocks * shape.layers
-        self.embedding = nn.Embedding(VOCABULARY, shape.width)
-        _draw(self.embedding.weight, 1.0)
-        rotary = RotaryPositions(shape.context, shape.width // shape.heads)
-        self.layers = nn.ModuleList(Layer(shape, depth, rotary) for _ in range(depth))
-        every = heads_every or depth
-        self.head_after = [index for index in range(depth) if (index + 1) % every == 0]
-        if not self.head_after or self.head_after[-1] != depth - 1:
-            self.head_after.append(depth - 1)
-        self.heads = nn.ModuleList(nn.Linear(shape.width, VOCABULARY) for _ in self.head_after)
-        for head in self.heads:
-            assert isinstance(head, nn.Linear)
-            _draw(head.weight, 0.02)
-            nn.init.zeros_(head.bias)
-
-    def forward(self, x: Tensor) -> list[Tensor]:
-        """What every head reads, the last layer's last."""
-        u: Tensor = self.embedding(x)
-        out: list[Tensor] = []
-        for index, layer in enumerate(self.layers):
-            u = layer(u)
-            if index in self.head_after:
-                out.append(F.rms_norm(u, u.shape[-1:]))
-        return out
-
-    def logits(self, x: Tensor) -> list[Tensor]:
-        return [head(u) for head, u in zip(self.heads, self(x), strict=True)]
-
-    def losses(self, x: Tensor, y: Tensor) -> list[Tensor]:
-        """Mean nats of y under every head."""
-        heads = [head for head in self.heads if isinstance(head, nn.Linear)]
-        return [head_loss(head, u, y, None) for head, u in zip(heads, self(x), strict=True)]
 
 
 def block_of(run: Run, block: int) -> Block:

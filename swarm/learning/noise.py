@@ -59,14 +59,14 @@ def target_table(seed: int, width: int) -> Tensor:
 
 
 def leak_nats(
-    targets: Tensor, byte_probability: Tensor, sigma: float, seed: int = 0, samples: int = 16384
+    targets: Tensor, byte_probability: Tensor, sigma: float, samples: int = 16384
 ) -> float:
     """What z alone tells of its target: H(p) - CE of the Bayes posterior of z with prior p.
 
     A Monte Carlo estimate in float64; the targets have unit norm, so their norms cancel in the
     posterior. It needs no network, so a run can be refused before a step is trained.
     """
-    generator = torch.Generator().manual_seed(seed)
+    generator = torch.Generator().manual_seed(0)
     prior = byte_probability.to(torch.float64)
     prior = prior / prior.sum()
     log_prior = prior.clamp_min(1e-300).log()
@@ -79,22 +79,17 @@ def leak_nats(
 
 
 def refuse_leak(noise: Noise, targets: Tensor, byte_probability: Tensor) -> float:
-    """The leak at sigma_min; a `LeakError` with the range that would pass if it is too high.
-
-    Sigmas that adapt may begin where z tells a lot: they only need somewhere to go.
-    """
-    sigma = noise.sigma_max if noise.adaptive else noise.sigma_min
-    leak = leak_nats(targets, byte_probability, sigma)
+    """The leak at sigma_min; a `LeakError` with the range that would pass if it is too high."""
+    leak = leak_nats(targets, byte_probability, noise.sigma_min)
     if leak <= noise.leak_limit_nats:
         return leak
 
     def passes(sigma: float) -> bool:
         return leak_nats(targets, byte_probability, sigma) <= noise.leak_limit_nats
 
-    name = "sigma_max" if noise.adaptive else "sigma_min"
-    wider = _allowed(noise, _smallest_that_passes(passes, sigma))
+    wider = _allowed(noise, _smallest_that_passes(passes, noise.sigma_min))
     raise LeakError(
-        f"at {name} {sigma:g} the noised target still tells {leak:.3f} nats of the "
+        f"at sigma_min {noise.sigma_min:g} the noised target still tells {leak:.3f} nats of the "
         f"byte it hides; the limit is {noise.leak_limit_nats:g}",
         (f"use {wider}, or raise " if wider else "raise ")
         + f"--leak-limit above {leak:.3f} to study the leak",
@@ -109,21 +104,6 @@ def _allowed(noise: Noise, sigma: float) -> str:
     except UsageError:
         return ""
     return f"--sigma-min {low:g} --sigma-max {high:g}"
-
-
-def adapt_interval(
-    interval: Interval, measured_leak_nats: float, limit_nats: float, sigma_max: float
-) -> Interval:
-    """Move a block's sigmas up while its measured leak is above the limit.
-
-    The leak falls as 1 / sigma^2, so one step lands near the limit, if the run's highest sigma
-    leaves room for it; the interval never closes.
-    """
-    if measured_leak_nats <= limit_nats:
-        return interval
-    factor = math.sqrt(measured_leak_nats / limit_nats)
-    high = max(interval.high, min(interval.high * factor, sigma_max))
-    return Interval(min(interval.low * factor, interval.low + 0.9 * (high - interval.low)), high)
 
 
 def _smallest_that_passes(passes: Callable[[float], bool], low: float) -> float:

@@ -85,15 +85,12 @@ def edm_logits(
 class DenoisingObjective:
     """Everything that a block's loss needs besides its network: one instance a worker."""
 
-    def __init__(
-        self, kind: str, noise: Noise, interval: Interval, targets: Tensor, weighted: bool = True
-    ) -> None:
+    def __init__(self, kind: str, noise: Noise, interval: Interval, targets: Tensor) -> None:
         self.kind = kind
         self.noise = noise
         self.interval = interval
         self.targets = targets
         self.sigma_data = targets.shape[1] ** -0.5
-        self.weighted = weighted
 
     def loss(
         self, block: Block, x: Tensor, y: Tensor, relay: Tensor | None, generator: torch.Generator
@@ -110,8 +107,8 @@ class DenoisingObjective:
             rows = Evidence(z.flatten(0, 1), self.targets, each)
             return block.head_loss(hidden, y, rows), hidden
         losses = _cross_entropy(edm_logits(block, x, z, sigma, self.targets), y)
-        weight = edm_weight(sigma, self.sigma_data) if self.weighted else torch.ones_like(sigma)
-        scale = mean_edm_weight(self.noise, self.interval, self.sigma_data) if self.weighted else 1
+        weight = edm_weight(sigma, self.sigma_data)
+        scale = mean_edm_weight(self.noise, self.interval, self.sigma_data)
         return (losses.mean(1) * weight / scale).mean(), None
 
     def teacher_forced_ce(

@@ -208,10 +208,6 @@ class BlockOptimizer:
                 alike.setdefault(parts, []).append(self.named[name])
             self.rules.append(Muon(Group(tuple(found), decay, n) for n, found in alike.items()))
 
-    @property
-    def groups(self) -> list[Group]:
-        return [group for rule in self.rules for group in rule.groups]
-
     def zero_grad(self) -> None:
         for parameter in self.named.values():
             parameter.grad = None

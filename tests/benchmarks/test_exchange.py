@@ -14,7 +14,6 @@ from benchmarks.gb_per_nat import rows as gb_per_nat
 from node.data.windows import WindowStream, stream_seed
 from protocol.limits import DIGEST_BYTES
 from protocol.messages import AnnounceReply
-from swarm.consensus.aggregate import Rule
 from swarm.consensus.feedback import Unsent
 from swarm.learning.coupling import upstream_versions
 from swarm.learning.flat import flat_weights
@@ -150,7 +149,7 @@ def test_other_lies_are_well_formed(lie: str) -> None:
 
 
 def test_plain_averaging_takes_what_the_checks_refuse() -> None:
-    rules = ExchangeRules(TOPK, rule=Rule.MEAN, read=attacks.unchecked)
+    rules = ExchangeRules(TOPK, plain=True, read=attacks.unchecked)
     swarm = swarm_of(rules, (1, 4, 1), 3)
     liar = swarm.groups[attacks.ATTACKED].members[-1]
     liar.lie = attacks.Liar("other block", swarm)

@@ -9,7 +9,7 @@ from hypothesis import given
 from hypothesis import strategies as st
 
 from protocol.frames import Tally
-from protocol.ledger import OTHERS, Count, Ledger, LedgerDamaged, LinkModel
+from protocol.ledger import OTHERS, Count, Ledger, LedgerDamaged
 from protocol.limits import BLOCK_NONE, LEDGER_CELLS_PER_PEER
 from protocol.messages import Purpose
 
@@ -26,7 +26,6 @@ def test_books_by_purpose_peer_and_block() -> None:
     assert ledger.total() == Count(23, 27, 4, 4)
     assert ledger.by_purpose()[Purpose.UPDATE] == Count(15, 25, 2, 3)
     assert ledger.by_purpose()[Purpose.CONTROL] == Count(7, 0, 1, 0)
-    assert ledger.by_block()[3] == Count(11, 22, 2, 3)
     assert ledger.by_peer()["bob"] == Count(13, 7, 3, 2)
     assert ledger.of_peer("bob")[Purpose.CONTROL, BLOCK_NONE].bytes_in == 7
 
@@ -73,7 +72,6 @@ def test_survives_a_restart(entries: list[tuple[int, int, str, Purpose, int]]) -
     assert again.to_bytes() == ledger.to_bytes()
     assert again.total() == ledger.total() == sum(again.by_peer().values(), Count())
     assert again.total() == sum(again.by_purpose().values(), Count())
-    assert again.total() == sum(again.by_block().values(), Count())
 
 
 def test_estimates_stay_apart() -> None:
@@ -116,14 +114,3 @@ def test_damaged_files(tmp_path: Path, data: bytes) -> None:
     path.write_bytes(data)
     with pytest.raises(LedgerDamaged):
         Ledger.load(path)
-
-
-def test_link_model() -> None:
-    model = LinkModel()
-    assert model.on_the_wire_bytes(0) == 0
-    assert model.on_the_wire_bytes(1) == 1 + 12 + 18 + 66
-    share = model.on_the_wire_bytes(10**8) / 10**8
-    assert 1.04 < share < 1.06
-    offloaded = model.with_segments(65_000)
-    assert offloaded.on_the_wire_bytes(10**8) / 10**8 < 1.005
-    assert model.acknowledgement_bytes(10**8) < 0.03 * 10**8

@@ -21,9 +21,9 @@ from protocol.log import Contribution, Entry, genesis
 from protocol.messages import Message
 from protocol.updates import update_digest
 from swarm.consensus.aggregate import aggregate
-from swarm.consensus.fixed_point import to_fixed
+from swarm.consensus.fixed_point import FixedUpdate, to_fixed
 from swarm.consensus.log import ConsensusLog
-from swarm.consensus.sums import apply_step
+from swarm.consensus.sums import apply_step, summed
 from swarm.consensus.updates import UpdateCodec
 from swarm.rounds.deadline import DeadlineRules
 from swarm.rounds.state import RoundRules
@@ -47,6 +47,12 @@ def run(work: Coroutine[Any, Any, T], limit_s: float = 20.0) -> T:
 
 async def no_records(shown: Any, asker: bytes) -> list[Any]:
     return []
+
+
+def trend_of(consensus: Consensus, log: ConsensusLog) -> FixedUpdate | None:
+    """The sum of the steps that judge the next updates, or None."""
+    recent = consensus.recent_steps(log)
+    return summed([(step, 1) for step in recent]) if recent else None
 
 
 class Chain:

@@ -23,7 +23,7 @@ from typing import Any, TypeVar
 from node.machine.child_process import leave_with_parent
 from swarm.run import ModelShape
 from swarm.run_template import emit, preset
-from swarm.runfile import ExchangeRules, RoundSchedule, RunFile, scheduled_steps
+from swarm.runfile import ExchangeRules, RoundSchedule, RunFile
 
 T = TypeVar("T")
 Event = dict[str, Any]
@@ -48,9 +48,14 @@ def tiny_run_file(
     model = ModelShape(
         **{"blocks": blocks, "layers": 1, "width": 32, "heads": 2, "context": 64, **shape}
     )
-    training = replace(base.run.training, steps_per_round=steps_per_round, batch=4, warmup_steps=4)
-    training = replace(training, learning_rate=2e-3)
-    training = replace(training, steps=scheduled_steps(training, count))
+    training = replace(
+        base.run.training,
+        steps=count * steps_per_round,
+        steps_per_round=steps_per_round,
+        batch=4,
+        warmup_steps=4,
+        learning_rate=2e-3,
+    )
     run = replace(base.run, model=model, training=training)
     rounds = RoundSchedule(0, period_s, count, 0.3, period_s - 2.5, 0.5, 0.5)
     exchange = ExchangeRules("topk:0.1:4:overall", snapshot_every=max(16, blocks), min_replicas=2)

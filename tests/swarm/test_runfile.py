@@ -30,7 +30,6 @@ from swarm.runfile import (
     RunFileError,
     parse,
     run_id,
-    scheduled_steps,
     with_start,
 )
 
@@ -39,9 +38,6 @@ TEXT = emit(TINY).decode()
 FIELDS = [
     line.partition(" = ")[0] for line in TEXT.splitlines() if " = " in line and line[0] != "#"
 ]
-
-
-LATER = ["replica_power", "ends_density"]
 
 
 def with_value(field: str, value: str, text: str = TEXT) -> bytes:
@@ -97,7 +93,6 @@ def runfiles(draw: st.DrawFn) -> RunFile:
     training = Training(
         objective=objective,
         steps_per_round=draw(st.integers(1, 5000)),
-        short_rounds=draw(st.integers(0, 50)),
         batch=draw(st.integers(1, 64)),
         learning_rate=draw(small_floats(1e-9, 1)),
         final_learning_rate=draw(small_floats(0, 1)),
@@ -112,7 +107,7 @@ def runfiles(draw: st.DrawFn) -> RunFile:
         ahead_learns=draw(st.booleans()),
         replica_power=draw(small_floats(0, 1)),
     )
-    training = replace(training, steps=scheduled_steps(training, rounds.count))
+    training = replace(training, steps=rounds.count * training.steps_per_round)
     spec = draw(st.sampled_from(get_args(DataName)))
     sha256 = "" if spec == "own" else draw(st.sampled_from(["", "0a" * 32]))
     codec = draw(st.sampled_from(["topk:0.02:2:overall", "topk:5e-3:4:1024", "int8+zstd", "fp32"]))
@@ -142,15 +137,12 @@ def test_what_is_written_is_read_back(runfile: RunFile) -> None:
 def test_presets_are_read_back(name: str) -> None:
     runfile = preset(name, "Some run-1.0_x", seed=7)
     assert parse(emit(runfile)) == runfile
-    assert not runfile.started and runfile.run.training.short_rounds == 0
+    assert not runfile.started
     steps = runfile.rounds.count * runfile.run.training.steps_per_round
     assert runfile.run.training.steps == steps
 
 
-def test_the_schedule_counts_short_rounds() -> None:
-    training = Training(steps_per_round=10, short_rounds=4)
-    assert scheduled_steps(training, 6) == 2 + 4 + 6 + 8 + 10 + 10
-    assert scheduled_steps(training, 2) == 2 + 4
+def test_steps_follow_from_the_rounds() -> None:
     with pytest.raises(RunFileError, match="steps"):
         replace(TINY, rounds=replace(TINY.rounds, count=301))
 
@@ -158,20 +150,11 @@ def test_the_schedule_counts_short_rounds() -> None:
 # What is refused
 
 
-@pytest.mark.parametrize("field", [field for field in FIELDS if field not in LATER])
+@pytest.mark.parametrize("field", FIELDS)
 def test_a_missing_field_is_named(field: str) -> None:
     lines = [line for line in TEXT.splitlines() if not line.startswith(f"{field} = ")]
     with pytest.raises(RunFileError, match=f"missing in .*: {field}$"):
         parse("\n".join(lines).encode())
-
-
-@pytest.mark.parametrize("field", LATER)
-def test_what_came_later_is_off_where_it_is_missing(field: str) -> None:
-    """An old run file goes on meaning what it meant."""
-    lines = [line for line in TEXT.splitlines() if not line.startswith(f"{field} = ")]
-    found = parse("\n".join(lines).encode())
-    assert found != TINY
-    assert 0.0 in (found.run.training.replica_power, found.exchange.ends_density)
 
 
 BAD_VALUES = [
@@ -216,8 +199,9 @@ def test_a_whole_number_may_stand_for_a_float() -> None:
         ("[training]", "[training]\nsteps = 5", "unknown field in .training.: 'steps'"),
         ("[model]", "[limits]", "unknown field in the run file: 'limits'"),
         ("[model]", "[[model]]", "write .model."),
-        ("format = 1", "format = 2", "newer blockswarm"),
-        ("format = 1", "format = 0", "format must be 1"),
+        ("format = 2", "format = 3", "newer blockswarm"),
+        ("format = 2", "format = 1", "of an older version: format 1, where 2 is needed"),
+        ("format = 2", 'format = "1"', "format must be 2"),
         ("seed = 0", "seed = 4294967296", "seed is 4294967296"),
         ('name = "tiny"', 'name = "a\\u001b[2Jb"', "name must be"),
         ('name = "tiny"', 'name = ""', "name must be"),
@@ -229,11 +213,9 @@ def test_a_whole_number_may_stand_for_a_float() -> None:
         ("period_s = 4.0", "period_s = 3.0", "does not fit into 3.0 s"),
         ("vote_window_s = 0.4", "vote_window_s = 2.0", "does not fit into 4.0 s"),
         ("deadline_floor_s = 0.4", "deadline_floor_s = 5.0", "deadline_floor_s is 5.0"),
-        ("adaptive = false", "adaptive = true", "sigmas cannot adapt"),
         ("snapshot_every = 32", "snapshot_every = 3", "below model.blocks"),
         ("snapshot_every = 32", "snapshot_every = 129", "newcomers would find no snapshot"),
         ("snapshot_every = 32", "snapshot_every = 0", "snapshot_every is 0"),
-        ("short_rounds = 0", "short_rounds = 1000000", "short_rounds is 1000000"),
         ('objective = "bayes"', 'objective = "edm"', "independent blocks only"),
     ],
 )
@@ -304,7 +286,7 @@ def test_hostile_texts_end_soon(text: bytes) -> None:
 
 def test_a_long_line_is_named() -> None:
     with pytest.raises(RunFileError, match="line 2 is longer"):
-        parse(b"format = 1\n# " + b"x" * MAX_LINE_BYTES)
+        parse(b"format = 2\n# " + b"x" * MAX_LINE_BYTES)
 
 
 @settings(max_examples=200, deadline=None)

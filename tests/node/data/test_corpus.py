@@ -16,8 +16,7 @@ from hypothesis import given, settings
 from hypothesis import strategies as st
 
 from node.data import corpus as data
-from node.data import download
-from node.data.corpus import NAMED, Corpus, benchmark_corpus, lasting_spec, load_corpus
+from node.data.corpus import NAMED, Corpus, lasting_spec, load_corpus
 from protocol.errors import DataError
 
 LINES = b"".join(b"line %d of some text\n" % number for number in range(2000))
@@ -77,51 +76,6 @@ def test_python_corpus_splits_share_no_document() -> None:
     train = corpus.train.tobytes()
     for part in (corpus.valid.tobytes(), corpus.test.tobytes()):
         assert not any(part[i : i + 4096] in train for i in range(0, len(part) - 4096, 65536))
-
-
-def test_benchmark_corpus_from_the_variable(
-    tmp_path: Path, monkeypatch: pytest.MonkeyPatch
-) -> None:
-    for split in data.SPLITS:
-        (tmp_path / f"{split}.txt").write_bytes(split.encode() * 100)
-    monkeypatch.setenv(data.WIKITEXT2_VARIABLE, str(tmp_path))
-    corpus = benchmark_corpus()
-    assert corpus.name == "wikitext-2"
-    assert data.WIKITEXT2_VARIABLE in corpus.source
-    assert "not a known version" in corpus.source
-    assert str(tmp_path) not in corpus.source
-    (tmp_path / "valid.txt").unlink()
-    (tmp_path / "test.txt").unlink()
-    with pytest.raises(DataError, match=r"has no train\.txt"):
-        benchmark_corpus()
-    monkeypatch.setenv(data.WIKITEXT2_VARIABLE, str(tmp_path / "nowhere"))
-    with pytest.raises(DataError, match="names no folder"):
-        benchmark_corpus()
-
-
-def test_benchmark_corpus_beside_the_repository_or_from_the_cache(
-    tmp_path: Path, monkeypatch: pytest.MonkeyPatch
-) -> None:
-    monkeypatch.delenv(data.WIKITEXT2_VARIABLE, raising=False)
-    monkeypatch.setattr(data, "__file__", str(tmp_path / "repo" / "node" / "data" / "corpus.py"))
-    text = tmp_path / "cache" / "wikitext-2" / "text"
-    text.mkdir(parents=True)
-    receipt = []
-    for split in data.SPLITS:
-        path = text / f"wiki.{split}.raw"
-        path.write_bytes(split.encode() * 100)
-        receipt.append(f'"{path.name}": "{download.sha256_file(path)}"')
-    (text / download.RECEIPT).write_text("{" + ", ".join(receipt) + "}")
-    cached = benchmark_corpus(cache=tmp_path / "cache")
-    assert cached.source == "wikitext-2-raw-v1.zip (raw)"
-
-    beside = tmp_path / "shared" / "data" / "wikitext-2"
-    beside.mkdir(parents=True)
-    for split in data.SPLITS:
-        (beside / f"{split}.txt").write_bytes(split.encode() * 50)
-    corpus = benchmark_corpus(cache=tmp_path / "cache")
-    assert corpus.source.startswith("../shared/data/wikitext-2")
-    assert corpus.sha256 != cached.sha256
 
 
 # A person's own text.

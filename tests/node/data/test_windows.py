@@ -15,16 +15,12 @@ COUNTED = (np.arange(100_000) % 251).astype(np.uint8)
 
 def test_stream_is_a_pure_function_of_seed_and_position() -> None:
     stream = WindowStream(COUNTED, window=16, batch=8, seed=3)
-    batches = [next(stream) for _ in range(5)]
+    batches = [stream.batch_at(position) for position in range(5)]
     assert batches[0].shape == (8, 17)
     assert batches[0].dtype == np.uint8
-    assert stream.state() == {"seed": 3, "position": 5}
-    resumed = WindowStream(COUNTED, window=16, batch=8, seed=9)
-    resumed.restore({"seed": 3, "position": 2})
-    for expected in batches[2:]:
-        np.testing.assert_array_equal(next(resumed), expected)
-    far = WindowStream(COUNTED, window=16, batch=8, seed=3, position=10**15)
-    np.testing.assert_array_equal(next(far), stream.batch_at(10**15))
+    again = WindowStream(COUNTED, window=16, batch=8, seed=3)
+    np.testing.assert_array_equal(again.batch_at(10**15), stream.batch_at(10**15))
+    np.testing.assert_array_equal(again.batch_at(2), batches[2])
     batches[0][:] = 0  # a batch is the caller's own copy
     assert not np.array_equal(stream.batch_at(0), batches[0])
 
@@ -32,8 +28,8 @@ def test_stream_is_a_pure_function_of_seed_and_position() -> None:
 def test_stream_is_the_same_on_every_host() -> None:
     """Pinned: a change here would change what every run in the world trains on."""
     positions = np.arange(256, dtype=np.uint8)
-    stream = WindowStream(positions, window=3, batch=6, seed=42, position=7)
-    assert next(stream)[:, 0].tolist() == PINNED_STARTS
+    stream = WindowStream(positions, window=3, batch=6, seed=42)
+    assert stream.batch_at(7)[:, 0].tolist() == PINNED_STARTS
     assert stream_seed(1, "peer", 2) == PINNED_SEED
 
 
@@ -44,7 +40,7 @@ PINNED_SEED = 6558167762873436116
 def test_windows_are_contiguous_text_and_cover_it_evenly() -> None:
     data_ = np.arange(64, dtype=np.uint8)
     stream = WindowStream(data_, window=7, batch=1000, seed=1)
-    batch = np.concatenate([next(stream) for _ in range(20)])
+    batch = np.concatenate([stream.batch_at(position) for position in range(20)])
     assert (np.diff(batch.astype(int), axis=1) == 1).all()
     counts = np.bincount(batch[:, 0], minlength=64)
     assert (counts[:57] > 0).all()
@@ -54,8 +50,8 @@ def test_windows_are_contiguous_text_and_cover_it_evenly() -> None:
 
 
 def test_hosts_with_different_seeds_draw_different_streams() -> None:
-    first = next(WindowStream(COUNTED, 16, 64, stream_seed(0, "peer a")))
-    second = next(WindowStream(COUNTED, 16, 64, stream_seed(0, "peer b")))
+    first = WindowStream(COUNTED, 16, 64, stream_seed(0, "peer a")).batch_at(0)
+    second = WindowStream(COUNTED, 16, 64, stream_seed(0, "peer b")).batch_at(0)
     third = WindowStream(COUNTED, 16, 64, stream_seed(0, "peer a")).batch_at(1)
     assert not np.array_equal(first, second)
     assert not np.array_equal(first, third)
@@ -64,21 +60,11 @@ def test_hosts_with_different_seeds_draw_different_streams() -> None:
 
 def test_shortest_text_that_holds_a_window() -> None:
     stream = WindowStream(COUNTED[:9], window=8, batch=2, seed=0)
-    np.testing.assert_array_equal(next(stream), np.stack([COUNTED[:9]] * 2))
+    np.testing.assert_array_equal(stream.batch_at(0), np.stack([COUNTED[:9]] * 2))
     with pytest.raises(DataError, match="valid has 8 bytes, but one window of 8 needs 9"):
         WindowStream(COUNTED[:8], window=8, batch=2, seed=0, name="valid")
     with pytest.raises(DataError, match="needs 9"):
         evaluation_windows(COUNTED[:8], 8)
-
-
-@pytest.mark.parametrize(
-    "state", [{}, {"seed": 1}, {"seed": -1, "position": 0}, {"seed": 1, "position": 1.5}]
-)
-def test_stream_refuses_a_bad_state(state: dict[str, int]) -> None:
-    stream = WindowStream(COUNTED, 16, 8, seed=5, position=6)
-    with pytest.raises(DataError):
-        stream.restore(state)
-    assert stream.state() == {"seed": 5, "position": 6}
 
 
 def test_stream_refuses_nothing_at_all() -> None:

@@ -20,7 +20,8 @@ from protocol.errors import WireError
 from protocol.identity import peer_text
 from protocol.updates import update_digest
 from protocol.votes import UpdateRef
-from tests.support.chains import CODEC, EVERY, RUN, Chain, identity
+from tests.support.chains import CODEC, EVERY, RUN, Chain, identity, trend_of
+from tests.support.fixed_updates import same
 
 
 @pytest.fixture
@@ -66,9 +67,9 @@ def test_a_state_comes_back_as_it_was(folder: StateFolder, chain: Chain) -> None
     assert set(again.consensus.snapshots) == set(chain.consensus.snapshots)
     assert again.in_flight.keys() == moment.in_flight.keys()
     ref = next(iter(moment.in_flight))
-    assert again.in_flight[ref].update.same_as(moment.in_flight[ref].update)
-    ours, theirs = again.consensus.trend(again.log), chain.consensus.trend(chain.log)
-    assert ours is not None and theirs is not None and ours.same_as(theirs)
+    assert same(again.in_flight[ref].update, moment.in_flight[ref].update)
+    ours, theirs = trend_of(again.consensus, again.log), trend_of(chain.consensus, chain.log)
+    assert ours is not None and theirs is not None and same(ours, theirs)
 
 
 def test_only_one_state_is_kept_and_its_snapshot_is_written_once(

@@ -44,7 +44,7 @@ def test_the_estimate_against_a_real_run(
 
 
 def test_a_short_run_never_holds_all_versions() -> None:
-    long = Run(ModelShape(blocks=8), training=Training(steps=1000, short_rounds=0))
+    long = Run(ModelShape(blocks=8), training=Training(steps=1000))
     short = replace(long, training=replace(long.training, steps=50))
     assert training_memory_bytes(short) < training_memory_bytes(long)
 

@@ -66,12 +66,10 @@ def weights(folder: Path) -> bytes:
 
 
 @pytest.mark.parametrize("coupling", ["look_ahead", "independent"])
-@pytest.mark.parametrize("adaptive", [False, True])
 def test_stopped_and_resumed_equals_uninterrupted(
-    corpus: Corpus, tmp_path: Path, coupling: str, adaptive: bool
+    corpus: Corpus, tmp_path: Path, coupling: str
 ) -> None:
-    shape = replace(RUN.model, coupling=coupling)
-    run = replace(RUN, model=shape, noise=Noise(adaptive=adaptive))
+    run = replace(RUN, model=replace(RUN.model, coupling=coupling))
     progress = train(run, corpus, tmp_path / "whole")
     assert [p.step for p in progress] == list(range(1, 21))
     assert progress[-1].valid_ce_nats is not None
@@ -126,22 +124,17 @@ def only_from(split: str, *windows: torch.Tensor) -> bool:
     return all(set(each.flatten().tolist()) <= set(SPLIT_LETTERS[split]) for each in windows)
 
 
-@pytest.mark.parametrize("adaptive", [False, True])
 def test_each_split_is_used_for_its_own_purpose(
-    lettered: Corpus, tmp_path: Path, monkeypatch: pytest.MonkeyPatch, adaptive: bool
+    lettered: Corpus, tmp_path: Path, monkeypatch: pytest.MonkeyPatch
 ) -> None:
-    """Trained on train; fitted, watched and adapted on valid; reported on test."""
-    used: dict[str, list[torch.Tensor]] = {"steps": [], "fit": [], "sigmas": [], "ce": []}
-    step, adapt = LocalSwarm.step, LocalSwarm.adapt_sigmas
+    """Trained on train; fitted and watched on valid; reported on test."""
+    used: dict[str, list[torch.Tensor]] = {"steps": [], "fit": [], "ce": []}
+    step = LocalSwarm.step
     fit, ce = node.local.training.fit_composition, node.local.training.honest_ce
 
     def stepped(self: LocalSwarm, x: torch.Tensor, y: torch.Tensor) -> Any:
         used["steps"] += [x, y]
         return step(self, x, y)
-
-    def adapted(self: LocalSwarm, held_out: list[torch.Tensor]) -> None:
-        used["sigmas"] += held_out
-        adapt(self, held_out)
 
     def fitted(model: Any, inputs: torch.Tensor, targets: torch.Tensor, *spare: float) -> Any:
         used["fit"] += [inputs, targets]
@@ -152,14 +145,12 @@ def test_each_split_is_used_for_its_own_purpose(
         return ce(model, windows)
 
     monkeypatch.setattr(LocalSwarm, "step", stepped)
-    monkeypatch.setattr(LocalSwarm, "adapt_sigmas", adapted)
     monkeypatch.setattr(node.local.training, "fit_composition", fitted)
     monkeypatch.setattr(node.local.training, "honest_ce", measured)
-    train(replace(RUN, noise=Noise(adaptive=adaptive)), lettered, tmp_path / "m")
+    train(RUN, lettered, tmp_path / "m")
     assert len(used["steps"]) == 2 * RUN.training.steps
     assert only_from("train", *used["steps"])
     assert len(used["fit"]) == 2 and only_from("valid", *used["fit"])
-    assert bool(used["sigmas"]) == adaptive and only_from("valid", *used["sigmas"])
     before, *glances, after = used["ce"]
     assert only_from("test", before, after)
     assert glances and only_from("valid", *glances)

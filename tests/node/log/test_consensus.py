@@ -13,7 +13,8 @@ from protocol.digests import weights_digest
 from protocol.log import LogError
 from swarm.consensus.fixed_point import to_fixed
 from swarm.consensus.updates import from_shards, replayed_step
-from tests.support.chains import CODEC, EVERY, FIRST, Chain, identity
+from tests.support.chains import CODEC, EVERY, FIRST, Chain, identity, trend_of
+from tests.support.fixed_updates import same
 
 
 @pytest.fixture
@@ -67,8 +68,8 @@ def test_memory_is_bounded_and_all_since_the_older_snapshot_is_there(chain: Chai
         again.go_on(log, start, consensus.updates)
         assert np.array_equal(again.weights, consensus.weights)
         # Whoever starts from there judges the next updates alike, and can be a donor in turn.
-        ours, theirs = consensus.trend(log), again.trend(log)
-        assert ours is not None and theirs is not None and ours.same_as(theirs)
+        ours, theirs = trend_of(consensus, log), trend_of(again, log)
+        assert ours is not None and theirs is not None and same(ours, theirs)
         assert set(again.snapshots) == set(consensus.snapshots)
         assert again.oldest_start(log) is not None
 
@@ -110,8 +111,8 @@ def test_a_light_copy_makes_steps_and_snapshots_again_when_they_are_asked_for(
     light.prune(log)
     assert light.snapshot_weights(log, held) is not made
 
-    ours, trend = theirs.trend(log), light.trend(log)
-    assert ours is not None and trend is not None and ours.same_as(trend)
+    ours, trend = trend_of(theirs, log), trend_of(light, log)
+    assert ours is not None and trend is not None and same(ours, trend)
     whole = light.whole(log)
     assert set(whole.steps) == set(theirs.steps) and not light.steps
     assert all(s.weights is not None for s in whole.snapshots.values())

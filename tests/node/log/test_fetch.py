@@ -18,7 +18,8 @@ from protocol.frames import content_digest
 from protocol.messages import Message, Purpose
 from protocol.updates import pack_updates, unpack_updates
 from swarm.consensus.log import ConsensusLog
-from tests.support.chains import CODEC, FIRST, RUN, SIZE, Chain, Donors, identity, run
+from tests.support.chains import CODEC, FIRST, RUN, SIZE, Chain, Donors, identity, run, trend_of
+from tests.support.fixed_updates import same
 
 
 @pytest.fixture
@@ -63,8 +64,8 @@ def test_a_newcomer_takes_the_older_snapshot_and_can_be_a_donor(chain: Chain) ->
     result = run(catch_up(donors, ["a"], first, chain.log.head.digest))
     assert np.array_equal(result.weights, chain.consensus.weights)
     assert "ShardRequest" in {kind for _, kind in donors.asked}
-    trend, theirs = result.trend(chain.log), chain.consensus.trend(chain.log)
-    assert trend is not None and theirs is not None and trend.same_as(theirs)
+    trend, theirs = trend_of(result, chain.log), trend_of(chain.consensus, chain.log)
+    assert trend is not None and theirs is not None and same(trend, theirs)
     assert result.oldest_start(chain.log) is not None
 
 

@@ -16,9 +16,9 @@ from node.trainer.trainer import TrainerError
 from protocol import messages
 from protocol.frames import Refused
 from protocol.messages import Message
-from swarm.consensus.feedback import unsent
 from swarm.consensus.fixed_point import to_float
 from swarm.learning.flat import Floats
+from tests.support.fixed_updates import unsent
 from tests.support.replica_swarm import QUANTUM, RUN, SIZE, Swarm, run, same_head
 
 

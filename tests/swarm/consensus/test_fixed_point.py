@@ -17,7 +17,6 @@ from swarm.consensus.fixed_point import (
     FixedUpdate,
     checked,
     exact_dot,
-    from_codec,
     norm,
     rounded_mean,
     scaled,
@@ -140,15 +139,3 @@ def test_a_step_has_one_name_in_any_form(step: FixedUpdate, zeros: list[int]) ->
 def test_malformed_updates_are_refused(bad: FixedUpdate) -> None:
     with pytest.raises(UpdateError):
         checked(bad, 4)
-
-
-@given(st.lists(st.integers(-(2**46), 2**46), min_size=1, max_size=20))
-def test_finer_units_are_rounded_to_the_nearest_quantum(values: list[int]) -> None:
-    update = from_codec(len(values), None, np.array(values, dtype=np.int64), bits=40)
-    assert all(abs(int(q) * 2**16 - v) <= 2**15 for q, v in zip(update.values, values, strict=True))
-
-
-@pytest.mark.parametrize("value", [2**47, -(2**47), 2**52, -(2**63)])
-def test_finer_units_out_of_range_are_refused(value: int) -> None:
-    with pytest.raises(UpdateError):
-        from_codec(1, None, np.array([value], dtype=np.int64), bits=40)

@@ -2,14 +2,13 @@
 
 from __future__ import annotations
 
-from collections import Counter
 from dataclasses import replace
 
 import pytest
 
 from protocol.log import Contribution, Entry, LogError, genesis
 from swarm.consensus.fixed_point import SCALE_ONE
-from swarm.consensus.log import ConsensusLog, PrunedError, candidates, check_chain
+from swarm.consensus.log import ConsensusLog, check_chain
 
 
 def grown(log: ConsensusLog, rounds: range, mark: str = "", *senders: str) -> ConsensusLog:
@@ -67,14 +66,6 @@ def test_two_snapshots_are_pinned_and_steps_kept_since_the_older() -> None:
     assert [e.round for e in START.pinned()] == [-1]
 
 
-def test_older_versions_for_staggered_copies() -> None:
-    log = grown(START, range(1, 14))
-    assert [log.staggered(13, back).round for back in (1, 2, 3)] == [13, 12, 11]
-    assert log.version_at(99).round == 13
-    with pytest.raises(PrunedError):
-        log.version_at(5)
-
-
 def test_following_costs_only_the_steps() -> None:
     log = grown(START, range(1, 14))
     behind = ConsensusLog(log.entries[:-2], 4)
@@ -129,8 +120,3 @@ def test_what_all_replicas_know_alike() -> None:
     assert log.past_scores("new") == (100, 100)
     assert log.has_update(log.head.contributions[0].digest)
     assert not log.has_update(b"other")
-
-
-def test_at_most_three_candidates() -> None:
-    support = Counter({b"a": 1, b"b": 4, b"c": 2, b"d": 1})
-    assert candidates(support) == (b"b", b"c", b"a")

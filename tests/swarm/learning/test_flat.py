@@ -15,7 +15,6 @@ from swarm.learning.flat import (
     flat_weights,
     initial_flat,
     load_flat,
-    state_of,
 )
 from swarm.learning.worker import initial_block
 from swarm.run import ModelShape, Run
@@ -66,9 +65,3 @@ def test_wrong_size_is_refused() -> None:
 def test_everybody_starts_from_the_same_weights() -> None:
     assert np.array_equal(initial_flat(RUN, 2), initial_flat(RUN, 2))
     assert not np.array_equal(initial_flat(RUN, 1), initial_flat(RUN, 2))
-
-
-def test_state_of_is_what_a_block_loads() -> None:
-    block = initial_block(RUN, 2)
-    state = state_of(RUN, 2, flat_weights(block))
-    assert all(torch.equal(state[name], value) for name, value in block.state_dict().items())

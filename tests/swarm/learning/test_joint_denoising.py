@@ -13,7 +13,7 @@ import torch
 from protocol.errors import UsageError
 from swarm.cost import block_parameters, parameter_counts
 from swarm.learning.composition import ComposedModel
-from swarm.learning.flat import flat_weights, initial_flat, state_of
+from swarm.learning.flat import flat_weights, initial_flat, load_flat
 from swarm.learning.joint_denoising import JointDenoising, Rows, draw_rows
 from swarm.learning.local import LocalSwarm
 from swarm.learning.model import Block, NoisyInput, block_of
@@ -50,10 +50,9 @@ def some_rows(run: Run, rows: int = 3) -> Rows:
 # --- off, nothing changes -----------------------------------------------------------------------
 
 
-def test_off_by_default_and_then_nowhere_to_be_seen(tiny_run: MakeRun) -> None:
+def test_off_by_default_and_then_not_in_the_weights(tiny_run: MakeRun) -> None:
     run = tiny_run()
     assert not run.denoises and run.training.denoise_rows == 0
-    assert "denoise_share" not in run.to_dict()["training"]
     assert Run.from_dict(run.to_dict()) == run
     plain, more = initial_block(run, 1), initial_block(tiny_run(denoise_share=0.3), 1)
     extra = {name for name, _ in more.named_parameters()} - dict(plain.named_parameters()).keys()
@@ -115,10 +114,9 @@ def test_runs_that_make_no_sense(tiny_run: MakeRun, changes: dict[str, Any]) -> 
         tiny_run(**changes)
 
 
-def test_the_run_file_has_it_only_where_it_is_on() -> None:
+def test_the_run_file_says_whether_it_is_on() -> None:
     tiny = preset("tiny", "tiny")
-    text = emit(tiny)
-    assert b"denoise_share" not in text and not parse(text).run.denoises
+    assert b"\ndenoise_share = 0.0\n" in emit(tiny) and not tiny.run.denoises
     training = replace(tiny.run.training, denoise_share=0.25)
     on = replace(tiny, run=replace(tiny.run, training=training))
     assert b"\ndenoise_share = 0.25\n" in emit(on)
@@ -137,7 +135,9 @@ def test_hosts_exchange_the_new_parameters_too(tiny_run: MakeRun) -> None:
             parameter.normal_(generator=seeded(3))
     flat = flat_weights(block)
     assert flat.shape == initial_flat(run, 1).shape == (block_parameters(run)[1],)
-    for name, value in state_of(run, 1, flat).items():
+    again = block_of(run, 1)
+    load_flat(again, flat)
+    for name, value in again.state_dict().items():
         assert torch.equal(value, block.state_dict()[name]), name
 
 

@@ -11,7 +11,6 @@ from hypothesis import strategies as st
 from protocol.errors import UsageError
 from swarm.learning.model import (
     Block,
-    EndToEnd,
     Layer,
     LayerCache,
     RotaryPositions,
@@ -254,29 +253,3 @@ def test_a_fresh_block_predicts_nearly_uniformly() -> None:
     hidden = block.hidden(x)
     assert 0.5 < float(hidden.std()) < 3.0  # the residual stream stays of order one
     assert float(block.logits(hidden).std()) < 0.5
-
-
-@pytest.mark.parametrize("heads_every", [0, 2, 3])
-def test_end_to_end_is_causal_at_every_head(heads_every: int) -> None:
-    torch.manual_seed(0)
-    shape = ModelShape(2, 2, 16, 2, 16)
-    model = EndToEnd(shape, heads_every).requires_grad_(False)
-    x = torch.randint(256, (2, 16), generator=seeded(0))
-    changed = x.clone()
-    changed[:, 9] = (changed[:, 9] + 1) % 256
-    before, after = model(x), model(changed)
-    assert len(before) == {0: 1, 2: 2, 3: 2}[heads_every]
-    for one, two in zip(before, after, strict=True):
-        assert torch.allclose(one[:, :9], two[:, :9], atol=1e-6)
-        assert float((one - two)[:, 9].abs().max()) > 1e-4
-
-
-def test_end_to_end_has_the_layers_of_all_blocks() -> None:
-    shape = ModelShape(3, 2, 16, 2, 16)
-    model = EndToEnd(shape)
-    assert len(model.layers) == 6
-    layer = sum(p.numel() for p in Block(shape).layers[0].parameters())
-    assert sum(p.numel() for p in model.layers.parameters()) == 6 * layer
-    assert model.head_after == [5]
-    assert EndToEnd(shape, 2).head_after == [1, 3, 5]
-    assert EndToEnd(shape, 4).head_after == [3, 5]

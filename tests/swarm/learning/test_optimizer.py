@@ -171,7 +171,8 @@ def test_weight_decay_is_for_matrices_only(tiny_run: MakeRun, kind: str) -> None
     block = initial_block(run, 1)
     decays = {
         id(p): group.weight_decay
-        for group in BlockOptimizer(run.training, block).groups
+        for rule in BlockOptimizer(run.training, block).rules
+        for group in rule.groups
         for p in group.weights
     }
     assert len(decays) == len(list(block.parameters()))

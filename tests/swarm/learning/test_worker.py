@@ -67,7 +67,7 @@ def test_only_the_own_block_changes(
     assert not same(own, weights(worker.block))
     assert all(same(k, weights(block)) for k, block in zip(kept, others, strict=True))
     assert all(p.grad is None for block in others for p in block.parameters())
-    held = {id(p) for group in worker.optimizer.groups for p in group.weights}
+    held = {id(p) for r in worker.optimizer.rules for g in r.groups for p in g.weights}
     assert held == {id(p) for p in worker.block.parameters()}
 
 
@@ -247,7 +247,7 @@ def test_the_copy_ahead_learns_and_leaves_no_trace(tiny_run: MakeRun) -> None:
     inner = {n for n in kept[2] if n.startswith("layers.") and "norm" not in n}
     assert moved == inner | {"relay_in.weight"}
     assert all(p.grad is None and not p.requires_grad for p in others[2].parameters())
-    held = {id(p) for group in worker.optimizer.groups for p in group.weights}
+    held = {id(p) for r in worker.optimizer.rules for g in r.groups for p in g.weights}
     assert held == {id(p) for p in worker.block.parameters()}
 
 

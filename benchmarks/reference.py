@@ -10,11 +10,55 @@ from collections.abc import Mapping
 
 import torch
 import torch.nn.functional as F
-from torch import Tensor
+from torch import Tensor, nn
 
-from swarm.learning.model import EndToEnd
+from swarm.learning.head_loss import head_loss
+from swarm.learning.model import Layer, RotaryPositions, draw
 from swarm.learning.optimizer import BlockOptimizer
-from swarm.run import Run
+from swarm.run import VOCABULARY, ModelShape, Run
+
+
+class EndToEnd(nn.Module):
+    """The same layers, blocks * layers of them, trained with one loss at the top.
+
+    With `heads_every` > 0 there is also a head after every so many layers, trained with the same
+    loss, because relay and look-ahead have such heads and the baseline must not lack them.
+    """
+
+    def __init__(self, shape: ModelShape, heads_every: int = 0) -> None:
+        super().__init__()
+        depth = shape.blocks * shape.layers
+        self.embedding = nn.Embedding(VOCABULARY, shape.width)
+        draw(self.embedding.weight, 1.0)
+        rotary = RotaryPositions(shape.context, shape.width // shape.heads)
+        self.layers = nn.ModuleList(Layer(shape, depth, rotary) for _ in range(depth))
+        every = heads_every or depth
+        self.head_after = [index for index in range(depth) if (index + 1) % every == 0]
+        if not self.head_after or self.head_after[-1] != depth - 1:
+            self.head_after.append(depth - 1)
+        self.heads = nn.ModuleList(nn.Linear(shape.width, VOCABULARY) for _ in self.head_after)
+        for head in self.heads:
+            assert isinstance(head, nn.Linear)
+            draw(head.weight, 0.02)
+            nn.init.zeros_(head.bias)
+
+    def forward(self, x: Tensor) -> list[Tensor]:
+        """What every head reads, the last layer's last."""
+        u: Tensor = self.embedding(x)
+        out: list[Tensor] = []
+        for index, layer in enumerate(self.layers):
+            u = layer(u)
+            if index in self.head_after:
+                out.append(F.rms_norm(u, u.shape[-1:]))
+        return out
+
+    def logits(self, x: Tensor) -> list[Tensor]:
+        return [head(u) for head, u in zip(self.heads, self(x), strict=True)]
+
+    def losses(self, x: Tensor, y: Tensor) -> list[Tensor]:
+        """Mean nats of y under every head."""
+        heads = [head for head in self.heads if isinstance(head, nn.Linear)]
+        return [head_loss(head, u, y, None) for head, u in zip(heads, self(x), strict=True)]
 
 
 class ReferenceWorker:
