@@ -1,4 +1,4 @@
-"""What a run in progress tells whoever watches it. Knows nothing of torch or of terminals."""
+"""The progress of a local training run, as reported to a display; independent of torch and rich."""
 
 from __future__ import annotations
 
