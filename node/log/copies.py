@@ -1,7 +1,7 @@
 """The copies of other blocks that a worker reads (relay and look-ahead), renewed every round.
 
 Chooses which version of each block a round's training reads and when to fetch it. If no replica of
-a block answers, training goes on with the old copy. `follow.py` follows the logs.
+a block answers, training goes on with the old copy. Following the logs is `follow.py`'s task.
 """
 
 from __future__ import annotations

@@ -1,7 +1,7 @@
 """Write one output with a serving swarm: sweep after sweep, with retries, until it is complete.
 
 After a failure it takes another route, rebuilds the caches, or leaves out a block that no host
-serves; for busy hosts it waits. Which bytes are kept is decided in `swarm.writing.writer`.
+serves; for busy hosts it waits. Which bytes are kept is `swarm.writing.writer`'s decision.
 """
 
 from __future__ import annotations

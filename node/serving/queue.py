@@ -1,6 +1,6 @@
 """The sweeps at a host: a queue, batches of equal shape through a block, then on to the next host.
 
-Late sweeps are dropped. Admission is in `server`, the way on is in `carry`; the arithmetic is
+Late sweeps are dropped. Admission is `server`'s, the way on is `carry`'s, and the arithmetic is
 `swarm.writing.sweep`'s.
 """
 

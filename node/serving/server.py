@@ -1,7 +1,7 @@
 """A host's side of serving: the block versions that it offers, and the admission of sweeps.
 
 Sweeps are bounded in length, count, memory and waiting time; beyond that the answer is `busy`.
-Admitted sweeps are computed by `queue`.
+Computing admitted sweeps is `queue`'s task.
 """
 
 from __future__ import annotations
