@@ -137,7 +137,7 @@ class Copies:
         moved = await asyncio.gather(*(self._advance(block, wanted[block]) for block in late))
         followers = {b: self.followers[b] for b, did in zip(late, moved, strict=True) if did}
         for block, follower in followers.items():
-            with suppress(TrainerError):  # it gets them again when it is back
+            with suppress(TrainerError):  # a restarted trainer gets all copies again
                 await self.renew({block: follower.consensus.weights})
 
     async def _advance(self, block: int, to_round: int) -> bool:

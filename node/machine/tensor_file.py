@@ -36,7 +36,7 @@ def read_tensors(path: Path) -> tuple[dict[str, Tensor], dict[str, Any]]:
     try:
         with safetensors.safe_open(path, framework="pt") as file:
             facts = json.loads((file.metadata() or {})[_FACTS])
-            names = file.keys()  # it is no dictionary
+            names = file.keys()  # `file` is not iterable
             tensors = {name: file.get_tensor(name) for name in names}
     except FileNotFoundError:
         raise

@@ -109,7 +109,7 @@ class BlockStatus:
 
 @dataclass(frozen=True)
 class RunStatus:
-    """The whole run at one moment."""
+    """The status of a whole run at one moment."""
 
     run: str
     name: str

@@ -48,7 +48,7 @@ _SUSPICIONS: dict[int, float] = {Trouble.GARBAGE: SUSPICION, Trouble.BUSY: SUSPI
 
 
 class NobodyServes(BlockswarmError):
-    """No host of the run serves a block."""
+    """No host of the run serves any block."""
 
 
 class SweepTrouble(WireError):
@@ -172,7 +172,7 @@ class SweepClient:
                 await self.survey()
                 age_s = 0.0
         if age_s > SURVEY_EVERY_S and (self._refreshing is None or self._refreshing.done()):
-            self._refreshing = asyncio.create_task(self.survey())  # for those who come later
+            self._refreshing = asyncio.create_task(self.survey())  # for later routes
         route = choose_route(self.run, self.offers, self.penalties, leave_out, first)
         if route is None:
             raise NobodyServes(

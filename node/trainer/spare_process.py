@@ -117,7 +117,7 @@ def _wait_for_order(connection: Connection) -> None:
         order = msgpack.unpackb(connection.recv_bytes(), strict_map_key=False)
         fd = reduction.recv_handle(connection)
     except (EOFError, OSError):
-        return  # nobody wants us
+        return  # the parent is gone
     memory = mmap.mmap(fd, 0)
     os.close(fd)
     trainer_main(connection, order, memory)
