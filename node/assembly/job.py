@@ -1,8 +1,7 @@
-"""What `assemble` does: look from outside, pull, judge, write; with `watch` again every round.
+"""The work of `assemble`: pull all blocks, judge the model, write it; with `watch` every round.
 
-Decides what a folder may be used for, which text judges a model, and which of the models of a
-watched run stays: the one with the lowest held-out CE. The split that chooses (valid) is never the
-one that is reported (test). What is pulled, and how it is checked, is `node.assembly.pull`'s.
+Of a watched run the model with the lowest held-out CE is kept. Models are chosen on the valid split
+and reported on the test split. Pulling and checking blocks is `node.assembly.pull`'s task.
 """
 
 from __future__ import annotations
@@ -40,7 +39,7 @@ Say = Callable[[str], None]
 
 @dataclass(frozen=True)
 class AssembleOptions:
-    """What a person decides. `evaluate_bytes` 0: no text is needed and nothing is judged."""
+    """A user's options. `evaluate_bytes` 0: no text is needed and nothing is judged."""
 
     addresses: tuple[str, ...]
     out: Path
@@ -55,7 +54,10 @@ class AssembleOptions:
 
 
 class Judge:
-    """The held-out text and its lasting name. `valid` fits and chooses, `test` reports."""
+    """Evaluates models on held-out text: `valid` to fit and choose, `test` to report.
+
+    `spec` names the text in the manifest.
+    """
 
     def __init__(self, corpus: Corpus, spec: str, context: int, limit_bytes: int) -> None:
         self.corpus, self.spec = corpus, spec
@@ -98,10 +100,10 @@ def load_judge(run_file: RunFile, options: AssembleOptions) -> Judge | None:
 async def assemble(
     options: AssembleOptions, say: Say, on_bytes: OnBytes, on_model: Callable[[Facts], None]
 ) -> Facts:
-    """Assemble once, or with `watch` until the run is over or we are cancelled. The best's facts.
+    """Assemble once, or with `watch` until the run is over. Return the facts of the best model.
 
-    `on_model` hears of every model that was pulled: "kept" is true, or false if a better one is
-    in the folder, or None for the best that an earlier watch has left there.
+    `on_model` is called with the facts of every pulled model. Its "kept" is true, or false if the
+    folder has a better one, or None for the best one left by an earlier watch.
     """
     make_deterministic(options.threads)
     device = choose_device(options.device)
@@ -128,7 +130,7 @@ async def assemble(
 
 
 def _folder_of_run(out: Path, run: bytes) -> Facts | None:
-    """The manifest of this run's model in the folder, if there is one. Refuses other models."""
+    """The manifest of this run's model in the folder, or None. Refuses a model of another run."""
     if not has_model(out):
         return None
     manifest = read_manifest(out)
@@ -158,7 +160,7 @@ class _Job:
         return facts
 
     async def watch(self, kept: Facts | None, say: Say, on_model: Callable[[Facts], None]) -> Facts:
-        """Every round; the folder always holds the best so far. Cancelling ends it."""
+        """Assemble every round until the run is over; the folder always holds the best model."""
         best = self._best_of(kept)
         if best is not None:
             on_model({**best, "kept": None})
@@ -202,7 +204,7 @@ class _Job:
         return await self.assembler.pull(self.options.without, self.options.allow_missing)
 
     def _judged(self, pulled: Assembled) -> tuple[ComposedModel, float | None]:
-        """The model with its weights fitted, if asked, and its held-out CE."""
+        """The model, with its composition fitted if asked for, and its held-out CE."""
         blocks = [None if b is None else b.to(self.device) for b in pulled.model.blocks]
         model = replace(pulled.model, blocks=blocks)
         if self.judge is None:
@@ -214,7 +216,7 @@ class _Job:
     async def _write(
         self, pulled: Assembled, model: ComposedModel, held_out: float | None
     ) -> Facts:
-        """Evaluate on the test split and put the folder in place. The facts of the result."""
+        """Evaluate on the test split and write the folder. Return the facts of the result."""
         data: Facts = {"spec": self.run_file.data.spec if self.judge is None else self.judge.spec}
         manifest: Facts = {
             "data": data,
@@ -235,7 +237,7 @@ class _Job:
             corpus = self.judge.corpus
             data.update(source=corpus.source, name=corpus.name, sha256=corpus.sha256)
             manifest["evaluation"] = evaluation_facts(report, "test", corpus)
-        # In one piece, with no chance to be cancelled: the folder is the old one or the new one.
+        # Without an await, so that it cannot be cancelled half way.
         save_model(self.options.out, model, pulled.versions, manifest)
         return summary(self.options.out, manifest)
 
@@ -245,7 +247,7 @@ class _Job:
         return {"split": "valid", "size_bytes": size, "ce_nats": ce}
 
     def _best_of(self, kept: Facts | None) -> Facts | None:
-        """What an earlier watch left as the best, if it was judged by the same bytes."""
+        """The best model of an earlier watch, if it was judged on the same bytes."""
         if kept is None or self.judge is None:
             return None
         try:
@@ -264,18 +266,18 @@ class _Job:
         return round_at(time.time(), rounds.start_s, rounds.period_s)
 
     def _over(self) -> bool:
-        """One round more than the run has: then its last consensus is signed."""
+        """Whether the run is over. One round is added, in which its last consensus is signed."""
         return self._now_round() > self.run_file.rounds.count + 1
 
     def _until_next_s(self) -> float:
-        """Until the next exchange has opened and replicas have signed the round before."""
+        """Seconds until the next exchange has opened and replicas have signed the round before."""
         rounds = self.run_file.rounds
         opens_s = exchange_opens_s(self._now_round() + 1, rounds.start_s, rounds.period_s)
         return max(0.5, opens_s + min(rounds.deadline_ceiling_s, rounds.period_s / 2) - time.time())
 
 
 def summary(out: Path, manifest: Facts) -> Facts:
-    """What is told of an assembled model: read from its manifest, so that both say the same."""
+    """The facts to print of an assembled model, taken from its manifest."""
     assembly, held_out = manifest["assembly"], manifest["assembly"]["held_out"]
     return {
         "model": str(out),
@@ -291,7 +293,7 @@ def summary(out: Path, manifest: Facts) -> Facts:
 
 
 def traffic_facts(ledger: Ledger) -> Facts:
-    """Bytes by purpose, counted on the wire; what the DHT took is an estimate and stands apart."""
+    """Bytes by purpose, counted on the wire; the DHT's are an estimate, listed apart."""
     counted = {
         purpose.name.lower().replace("_", "-"): {
             "sent_bytes": count.bytes_out,

@@ -1,9 +1,8 @@
-"""Assembly: the latest consensus of every block, pulled and checked, put together into one model.
+"""Pull the latest consensus of every block, check it, and compose the blocks into one model.
 
-Decides which version of each block belongs into the model: of the last block the newest that its
-replicas have signed, of the others what its workers read of them (`swarm.learning.coupling`).
-Trains nothing, listens nowhere, writes nothing; a store may keep what was pulled. Works while
-replicas come and go; a block without one is named, and the model can do without it.
+The last block gets the newest version that its replicas have signed; the others, if versions are
+staggered, those that its worker read (`swarm.learning.coupling`), else their own newest. Replicas
+may come and go meanwhile; a block without any can be left out.
 """
 
 from __future__ import annotations
@@ -35,8 +34,8 @@ from swarm.runfile import RunFile
 M = TypeVar("M", bound=Message)
 
 ATTEMPTS = 3
-RETRY_S = 1.0  # then twice as long: replicas that restart are back within seconds
-NAMED_PEERS = 4096  # in all of a manifest: what strangers can write into it is bounded
+RETRY_S = 1.0  # then twice as long: restarting replicas are back within seconds
+NAMED_PEERS = 4096  # in a whole manifest, to bound what strangers can add to it
 
 Records = Callable[[int], Awaitable[Sequence[SignedRecord]]]
 Say = Callable[[str], None]
@@ -44,26 +43,26 @@ OnBytes = Callable[[int, int], None]
 
 
 class BlockMissing(BlockswarmError):
-    """A block that no replica serves."""
+    """No replica of a block answers."""
 
 
 class Unsigned(FetchError):
-    """A log was served whose head no replica has signed."""
+    """No replica has signed the head of the log that we were given."""
 
 
 class Store(Protocol):
-    """Where pulled versions outlive the process."""
+    """Persistent storage of pulled versions."""
 
     def load(self, block: int, size: int) -> tuple[ConsensusLog, Quanta] | None:
-        """What was kept of a block, if it is whole and of this run."""
+        """The stored version of a block, if it is intact and of this run."""
 
     def save(self, block: int, log: ConsensusLog, weights: Quanta) -> None:
-        """Keep a version in place of the one before."""
+        """Store a version, replacing the previous one."""
 
 
 @dataclass(frozen=True)
 class Assembled:
-    """The model, and for each block what is known of it. Version v is the start of round v."""
+    """The model, and the version and facts of each block. Version v is the start of round v."""
 
     model: ComposedModel
     versions: list[int | None]
@@ -79,7 +78,7 @@ class Assembled:
 
 
 class CountedPeers:
-    """`Peers` that tells of the payload bytes as they come, for a progress display."""
+    """`Peers` that reports received payload bytes to a progress display."""
 
     def __init__(self, peers: Peers, on_bytes: OnBytes) -> None:
         self.peers, self.on_bytes = peers, on_bytes
@@ -100,7 +99,7 @@ class CountedPeers:
 
 
 class BlockCopy(Follower):
-    """A follower that also knows who has signed what it holds."""
+    """A follower that accepts a version only if a replica has signed it, and knows the signers."""
 
     def __init__(
         self,
@@ -119,14 +118,14 @@ class BlockCopy(Follower):
         return self._heard
 
     def restore(self, log: ConsensusLog, weights: Quanta) -> None:
-        """Go on from a kept version."""
+        """Go on from a stored version, if that is newer."""
         if weights_digest(weights) == log.head.weights and log.head.round > self.round:
             self.log = log
             codec, block = self.settings.codec, self.settings.block
             self.consensus = Consensus(weights, codec, block, light=True)
 
     async def bring(self, to_round: int, records: Sequence[SignedRecord]) -> None:
-        """Move to the version of `to_round`, and see that somebody has signed it."""
+        """Move to the version of `to_round`. Raises `Unsigned` if no replica has signed it."""
         await self.advance(to_round)
         signers = self._signers(records)
         if not signers and self.round >= 0:
@@ -135,9 +134,9 @@ class BlockCopy(Follower):
         self.signers = signers
 
     def _signers(self, records: Sequence[SignedRecord]) -> tuple[str, ...]:
-        """Whose signed record names our entry or one that was built upon it.
+        """The peers whose signed record names our head or an entry built on it.
 
-        An entry's digest covers its parent: who signed a later one has signed ours.
+        An entry's digest covers its parent, so signing a later entry signs ours too.
         """
         head = self.log.head.digest
         named = {head}
@@ -149,10 +148,10 @@ class BlockCopy(Follower):
 
 
 def signed_round(records: Sequence[SignedRecord]) -> int:
-    """The round of the head that most replicas have signed; of equals the newest one.
+    """The round of the head that most replicas have signed; on a tie the newest one.
 
-    Not simply the newest: one stranger's record can claim any round. Who stands at the beginning
-    has not caught up yet, and says nothing about where the others are.
+    Not simply the newest, since one stranger's record can claim any round. Replicas at the run's
+    first weights have not caught up yet and are not counted.
     """
     moved = [s for s in records if s.record.head_round >= 0] or records
     support = Counter((s.record.head_round, s.record.consensus) for s in moved)
@@ -161,7 +160,7 @@ def signed_round(records: Sequence[SignedRecord]) -> int:
 
 
 class Assembler:
-    """Follows the logs of all blocks. `records` looks a block's replicas up, verified."""
+    """Follows the logs of all blocks. `records` looks up the verified records of a block."""
 
     def __init__(
         self,
@@ -186,7 +185,7 @@ class Assembler:
         return BlockCopy(settings, first, peers, self._donors)
 
     async def pull(self, leave_out: Sequence[int] = (), allow_missing: bool = False) -> Assembled:
-        """Bring every block to its version and compose. Raises `BlockMissing`."""
+        """Move every block to its wanted version and compose. Raises `BlockMissing`."""
         wanted = [b for b in range(len(self.copies)) if b not in leave_out]
         for block in leave_out:
             if not 0 <= block < len(self.copies):
@@ -220,7 +219,7 @@ class Assembler:
         self.say(f"block {block} has no replica that answers ({why}); leaving it out")
 
     def _rounds(self, present: Sequence[int]) -> dict[int, int]:
-        """The round whose consensus each block is wanted at."""
+        """Block -> the round whose consensus is wanted."""
         if not present:
             raise BlockMissing("no block has a replica", "wait for a host, or ask the operator")
         newest = {b: self._newest(b) for b in present}
@@ -235,22 +234,22 @@ class Assembler:
         return max(signed_round(records) if records else -1, self.copies[block].round)
 
     async def _find(self, block: int) -> None:
-        """Look a block's replicas up. A lookup that fails is one that finds nobody."""
+        """Look up a block's replicas. A failed lookup counts as an empty one."""
         try:
             self._records[block] = await self._look_up(block)
         except (WireError, TimeoutError):
             self._records[block] = ()
 
     async def _donors(self, block: int) -> Sequence[str]:
-        """Those that have what most have come first; beyond that a claim earns nothing, or whoever
-        claims the newest round would be all whom we ask."""
+        """The block's replicas, those behind the median round last. A higher round gives no
+        priority: otherwise peers with false claims would be the only ones asked."""
         records = self._records[block]
         usual = median_low(s.record.head_round for s in records) if records else -1
         found = sorted(records, key=lambda s: s.record.head_round < usual)
         return [peer_text(signed.peer_id) for signed in found]
 
     async def _bring(self, block: int, to_round: int) -> str | None:
-        """One block to its version, with some patience; why not, if not."""
+        """Move a block to `to_round`, with retries. Return None, or why it failed."""
         copy = self.copies[block]
         if self.store is not None and copy.round < 0:
             kept = self.store.load(block, len(copy.consensus.weights))
@@ -291,7 +290,7 @@ class Assembler:
         return Assembled(ComposedModel(self.run, blocks), versions, facts)
 
     def _facts(self, block: int, copy: BlockCopy) -> dict[str, Any]:
-        """Of one block, for the manifest. Contributors: rounds in which a peer's update went in."""
+        """A block's facts for the manifest. "contributors": peer -> rounds with its update in."""
         head, most = copy.log.head, max(8, NAMED_PEERS // len(self.copies))
         rounds = Counter(c.sender for e in copy.log.entries for c in e.contributions if c.scale > 0)
         return {

@@ -1,9 +1,9 @@
-"""Versions of blocks that an assembler has pulled, kept beside the model: a second run saves bytes.
+"""A cache, beside the model, of the block versions that an assembler has pulled.
 
     model/consensus/block-<index>.safetensors   the weights as integers, and the log that led there
 
-Decides when a kept version may be used: it is whole, of this run, and its log ends in its digest. A
-file that does not pass is as good as none. All of it can be deleted at any time.
+A file is used if it is intact, of this run, and its log ends in the weights' digest; otherwise it
+is ignored. All files can be deleted at any time.
 """
 
 from __future__ import annotations
@@ -28,7 +28,7 @@ FOLDER = "consensus"
 
 
 class ConsensusStore:
-    """The kept versions of one run in one model folder."""
+    """The cached versions of one run in one model folder."""
 
     def __init__(self, model_folder: Path, run_id: bytes, snapshot_every: int) -> None:
         self.folder = model_folder / FOLDER

@@ -1,7 +1,7 @@
 """What a person at a terminal sees.
 
-terminal    progress that moves, or plain lines; errors; bytes
+terminal    progress bars or plain lines; errors; a model's bytes; signals
 amounts     sizes and durations in words
-progress    what a run in progress tells whoever watches it
+progress    the progress of a local training run
 results     results as text, as tables and as JSON
 """

@@ -1,4 +1,4 @@
-"""What a run in progress tells whoever watches it. Knows nothing of torch or of terminals."""
+"""The progress of a local training run, as reported to a display; independent of torch and rich."""
 
 from __future__ import annotations
 
@@ -8,7 +8,7 @@ from dataclasses import dataclass
 
 @dataclass(frozen=True)
 class Progress:
-    """Where a run stands.
+    """The progress of a run.
 
     `loss_nats` is the last block's training loss, smoothed; z is in its input, so it is no CE.
     `valid_ce_nats` is honest, on a little of the valid split, and None before it was measured.

@@ -1,6 +1,6 @@
-"""How results are told: facts for `--json`, and the same facts as text for a person.
+"""Results of local commands: facts for `--json`, and the same facts printed as text.
 
-Knows nothing of how they were measured; imports no torch.
+Must not import torch.
 """
 
 from __future__ import annotations
@@ -27,7 +27,7 @@ def print_json(facts: Facts) -> None:
 def table_lines(
     head: Sequence[str], rows: Sequence[Sequence[str]], left: Collection[str] = ()
 ) -> list[str]:
-    """Columns as wide as what is in them; those that `left` names begin at the left."""
+    """A table with aligned columns; those in `left` are left-aligned, the others right-aligned."""
     widths = [max(map(len, column)) for column in zip(head, *rows, strict=True)]
     return [
         "  ".join(

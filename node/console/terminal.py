@@ -1,7 +1,7 @@
-"""What a person sees: progress that moves on a terminal and is plain lines elsewhere, and errors.
+"""Terminal output: progress bars (plain lines in a log), errors, a model's bytes; and Ctrl-C.
 
 Progress and errors go to standard error, results to standard output, so that a result can be piped.
-Knows nothing of torch; rich is imported only where there is a terminal to draw on.
+Must not import torch; rich is imported only if there is a terminal to draw on.
 """
 
 from __future__ import annotations
@@ -29,7 +29,7 @@ CLEAR_REST = "\x1b[K"  # of the line
 
 
 def show_error(error: BlockswarmError, default_hint: str = "") -> None:
-    """One line for what happened, one for what to do."""
+    """Print one line for what happened and one for what to do."""
     say(f"error: {one_line(error.message)}")
     hint = error.hint or default_hint
     if hint:
@@ -37,7 +37,7 @@ def show_error(error: BlockswarmError, default_hint: str = "") -> None:
 
 
 def say(line: str) -> None:
-    """A remark beside the result; above the live line if there is one."""
+    """Print a line to standard error, above the live line if there is one."""
     if _live is not None:
         _live.above(line)
     else:
@@ -45,7 +45,7 @@ def say(line: str) -> None:
 
 
 def one_line(text: str, collapse: bool = True) -> str:
-    """Names of files are in messages, and a name can hold anything."""
+    """The text on one line, without control characters: file names in it can hold anything."""
     text = " ".join(text.split()) if collapse else text
     return "".join(c if c.isprintable() else "�" for c in text)
 
@@ -55,16 +55,16 @@ def on_terminal() -> bool:
 
 
 class LiveLine:
-    """The last line of a terminal, written anew again and again; remarks appear above it.
+    """A status line at the bottom of a terminal that is redrawn in place; `say` prints above it.
 
-    One at a time. It never wraps: a line that has wrapped cannot be taken back. `draw` is given
-    the width that there is. Lines that are longer than the terminal may stand above it, whole.
+    Only one can be active. `draw` gets the available width and must not exceed it: a wrapped line
+    cannot be erased. Lines printed above it may be longer.
     """
 
     def __init__(self, draw: Callable[[int], str]) -> None:
         self.draw = draw
         self._stream = sys.stderr
-        self._lock = RLock()  # a signal or a thread may say something in the middle of it
+        self._lock = RLock()  # a signal handler or a thread may print in the middle of it
 
     def refresh(self) -> None:
         with self._lock:
@@ -81,7 +81,7 @@ class LiveLine:
             columns = os.get_terminal_size(self._stream.fileno()).columns
         except (OSError, ValueError):
             columns = 0
-        return self.draw(max(10, (columns or 80) - 1))  # 0: a terminal that does not know
+        return self.draw(max(10, (columns or 80) - 1))  # 0: the width is unknown
 
     def __enter__(self) -> LiveLine:
         global _live
@@ -100,7 +100,7 @@ _live: LiveLine | None = None
 
 
 class _Display:
-    """A progress bar on a terminal, a line every few seconds in a log; nothing before `show`."""
+    """A progress bar on a terminal, or a line every few seconds in a log; begins with `show`."""
 
     def __init__(self) -> None:
         self.bar: Bar | None = None
@@ -108,7 +108,7 @@ class _Display:
         self.last_line_s = -PLAIN_LINE_EVERY_S
 
     def show(self, what: str, done: int, total: int, state: str) -> None:
-        """`total` 0: not known."""
+        """Show this progress. `total` 0: not known."""
         if on_terminal():
             if self.bar is None:
                 self.bar = _new_bar()
@@ -132,7 +132,7 @@ class _Display:
 
 
 class TrainingDisplay(_Display):
-    """Follows `node.local.training`."""
+    """Shows the progress of `node.local.training`."""
 
     def __call__(self, progress: Progress) -> None:
         ce = "" if progress.valid_ce_nats is None else f"CE {progress.valid_ce_nats:.3f}  "
@@ -145,7 +145,7 @@ class TrainingDisplay(_Display):
 
 
 class DownloadDisplay(_Display):
-    """Follows `node.data.download`: nothing at all if nothing has to be downloaded."""
+    """Shows the progress of `node.data.download`, if something has to be downloaded."""
 
     def __call__(self, what: str, done_bytes: int, total_bytes: int) -> None:
         of = f" of {size_words(total_bytes)}" if total_bytes else ""
@@ -162,10 +162,10 @@ def _new_bar() -> Bar:
 
 
 class ByteWriter:
-    """Streams bytes to standard output: as they are into a pipe, made harmless for a terminal.
+    """Streams a model's bytes to standard output: raw into a pipe, sanitised on a terminal.
 
-    A model may write any byte. On a terminal what is not UTF-8, and control characters, which
-    could move the cursor or worse, appear as a replacement character.
+    There, invalid UTF-8 and control characters, which could move the cursor or worse, are shown as
+    a replacement character.
     """
 
     def __init__(self) -> None:
@@ -197,7 +197,7 @@ class StopFlag:
 
     @property
     def exit_code(self) -> int:
-        """What shells give for a command that a signal ended."""
+        """The exit code that shells report for a command ended by this signal."""
         return 128 + self.signal_number
 
     def handle(self, number: int, _: FrameType | None) -> None:
@@ -208,7 +208,7 @@ class StopFlag:
 
 @contextmanager
 def no_interrupts() -> Iterator[None]:
-    """Ctrl-C waits until the end of this. A child that is started here never hears it."""
+    """Delay Ctrl-C until the end of the context. A child that is started in it never gets it."""
     before = signal.pthread_sigmask(signal.SIG_BLOCK, {signal.SIGINT})
     try:
         yield
@@ -218,12 +218,12 @@ def no_interrupts() -> Iterator[None]:
 
 @contextmanager
 def stop_on_signals() -> Iterator[StopFlag]:
-    """Turn Ctrl-C, SIGTERM and SIGHUP into a question that a loop asks between two steps."""
+    """Turn Ctrl-C, SIGTERM and SIGHUP into a flag that a loop checks between two steps."""
     flag = StopFlag()
     numbers = (signal.SIGINT, signal.SIGTERM, signal.SIGHUP)
     kept = {number: signal.getsignal(number) for number in numbers}
     for number in numbers:
-        if kept[number] is not signal.SIG_IGN:  # as nohup wants it
+        if kept[number] is not signal.SIG_IGN:  # nohup sets this; keep it
             signal.signal(number, flag.handle)
     try:
         yield flag

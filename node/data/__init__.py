@@ -1,6 +1,6 @@
 """Text as bytes.
 
-corpus      which text, and how it is split
-download    WikiText, fetched once and verified
-windows     which bytes are in a batch, and in an evaluation
+corpus      the texts to train on, and their splits
+download    WikiText, downloaded once and verified
+windows     the bytes of a batch, and of an evaluation
 """

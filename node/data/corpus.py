@@ -1,15 +1,11 @@
-"""Text as bytes: which corpus, and how it is split.
-
-Decides: what the names `python`, `wikitext-2` and `wikitext-103` mean, how a person's own file or
-folder becomes a corpus, and where train, valid and test are cut. It knows nothing about torch, the
-model, the network (see `node.data.download`) or the terminal.
+"""Corpora: the named ones (`python`, `wikitext-2`, `wikitext-103`) and a user's own file or folder.
 
 Splits never overlap. WikiText and a folder with train, valid and test files bring their own;
 anything else is put in a fixed order and cut into contiguous ranges of 90, 5 and 5 percent, at the
 end of a file where one ends nearby, otherwise at the end of a line.
 
-Every corpus is known by its sha256, over the splits. `python` is the library of the Python that
-runs us, so its hash differs from one patch version to the next; figures name it.
+Every corpus is identified by a sha256 over its splits. `python` is the library of the running
+Python, so its hash differs from one patch version to the next; figures state it.
 """
 
 from __future__ import annotations
@@ -44,14 +40,14 @@ MAX_FOLDER_BYTES = 2 << 30
 MAX_FILE_BYTES = 64 << 30
 SNIFF_BYTES = 8192
 CONTROLS = bytes(set(range(32)) - set(b"\t\n\v\f\r\x1b"))
-"""Control characters that hardly ever stand in text."""
+"""Control characters that are rare in text."""
 
 
 @dataclass(frozen=True, eq=False)
 class Corpus:
-    """Three splits that do not overlap. Files are mapped, not read: only what is used is loaded.
+    """Three splits that do not overlap. Files are memory-mapped, so only what is used is loaded.
 
-    A mapped file that somebody truncates while we train kills the process; do not edit a corpus
+    Known limit: truncating a mapped file during training kills the process; do not edit a corpus
     in use.
     """
 
@@ -75,9 +71,9 @@ class Corpus:
 def load_corpus(
     spec: str, cache: Path | None = None, progress: download.Progress = download.silent
 ) -> Corpus:
-    """What `--data SPEC` means: a name from `NAMED`, or the path of a file or folder.
+    """Load what `--data SPEC` names: a name from `NAMED`, or the path of a file or folder.
 
-    A name wins over a path; `./python` is the path.
+    A name takes precedence over a path of the same name; `./python` is the path.
     """
     if spec == "python":
         return python_corpus()
@@ -102,7 +98,7 @@ def load_corpus(
 
 
 def lasting_spec(spec: str) -> str:
-    """The same text, named from whichever folder one asks: a path becomes absolute."""
+    """The spec with a path made absolute, so that it is valid from any folder."""
     return spec if spec in NAMED else str(Path(spec).expanduser().absolute())
 
 
@@ -124,10 +120,10 @@ def _unreadable(path: Path | str, error: OSError) -> DataError:
 def python_corpus() -> Corpus:
     """The text of this Python's own library, about 10 MB, with no download.
 
-    The help texts of `pydoc` come first (they repeat one another, so they stay in one piece and
-    fall into train), then the sources of the standard library in the order of the sha256 of
-    their relative paths, so that each split has some of every kind. Left out: tests, character
-    tables, and whatever is not part of the library, such as site-packages and build settings.
+    The help texts of `pydoc` come first: they repeat one another, so they are kept together, in
+    the train split. The sources of the standard library follow in the order of the sha256 of their
+    relative paths, so that each split has some of every kind. Left out: tests, character tables,
+    and what is not part of the library, such as site-packages and build settings.
     """
     documents = [_pydoc_topics(), *_library_sources(Path(sysconfig.get_path("stdlib")))]
     if sum(map(len, documents)) < 1 << 20:
@@ -170,7 +166,7 @@ def archive_corpus(
     cache: Path | None = None,
     progress: download.Progress = download.silent,
 ) -> Corpus:
-    """A corpus from the cache, fetched if it is not there. Its files are hashed at every start."""
+    """A corpus from the cache, downloaded if missing. Its files are hashed at every start."""
     folder = download.ensure_unpacked(archive, cache, progress)
     expected = download.read_receipt(folder)
     files = {split: folder / f"wiki.{split}.raw" for split in SPLITS}
@@ -185,7 +181,7 @@ def archive_corpus(
 
 
 def file_corpus(path: Path) -> Corpus:
-    """One file, mapped and cut at the ends of lines."""
+    """One file, memory-mapped and split at ends of lines."""
     data = _map_file(path)
     if not is_text(data[:SNIFF_BYTES].tobytes()):
         raise DataError(f"{path} is not a text file", "give UTF-8 text, or a folder of text files")
@@ -193,10 +189,10 @@ def file_corpus(path: Path) -> Corpus:
 
 
 def folder_corpus(path: Path) -> Corpus:
-    """A folder with its own train, valid and test files, or all text files in it, by path.
+    """A folder with its own train, valid and test files, or all text files in it, sorted by path.
 
-    Left out, with a count in `source`: binary files, repeats of the same content (they could end
-    up in two splits), and links, wherever they lead. Names that begin with a dot are not looked at.
+    Left out, and counted in `source`: binary files, repeats of the same content (they could end up
+    in two splits), and all links. Names that begin with a dot are ignored.
     """
     files = _split_files(path)
     if files is not None:
@@ -220,18 +216,18 @@ def folder_corpus(path: Path) -> Corpus:
 
 
 def _name(path: Path) -> str:
-    """The last part of a path, also of `.` and `..`."""
+    """The last part of a path; `.` and `..` are resolved first."""
     return path.resolve().name or str(path)
 
 
 def is_text(beginning: bytes) -> bool:
-    """No NUL and hardly any other control characters. Any 8-bit encoding of text passes."""
+    """Whether it has no NUL and at most 1% other control characters. Any 8-bit encoding passes."""
     controls = len(beginning) - len(beginning.translate(None, CONTROLS))
     return 0 not in beginning and controls * 100 <= len(beginning)
 
 
 def _walk(root: Path) -> tuple[list[Path], int]:
-    """All regular files below `root` sorted by relative path, and how many links were passed by."""
+    """All regular files below `root`, sorted by relative path, and the number of skipped links."""
     found: list[tuple[str, Path]] = []
     links = 0
 
@@ -255,7 +251,7 @@ def _walk(root: Path) -> tuple[list[Path], int]:
 
 
 def _split_files(folder: Path) -> dict[str, Path] | None:
-    """The three files of a folder that is already split; None if it is not."""
+    """The split files of a folder that is already split; None if it is not."""
     for pattern in SPLIT_PATTERNS:
         files = {split: folder / pattern.format(split) for split in SPLITS}
         missing = [p.name for p in files.values() if p.is_symlink() or not p.is_file()]
@@ -305,7 +301,7 @@ def _map_file(path: Path) -> Bytes:
 
 
 def _without_repeats(documents: Sequence[bytes]) -> list[bytes]:
-    """Equal documents once only, in the order of their first appearance."""
+    """Each distinct document once, in the order of first appearance."""
     return list(dict.fromkeys(documents))
 
 
@@ -327,7 +323,7 @@ def _from_bytes(name: str, source: str, data: Bytes, file_ends: Sequence[int]) -
 
 
 def _cut(data: Bytes, fraction: float, file_ends: Sequence[int]) -> int:
-    """Where a split begins: the nearest end of a file, of a line, or the exact byte."""
+    """Where a split begins: the nearest end of a file, else of a line, else the exact byte."""
     ideal, reach = int(data.size * fraction), int(data.size * SNAP)
     near = [end for end in file_ends if abs(end - ideal) <= reach and 0 < end < data.size]
     if near:

@@ -1,20 +1,18 @@
-"""Fetches the archive of a named corpus once, checks it, and unpacks it into the user's cache.
+"""Download the archive of a named corpus once, verify it, and unpack it into the user's cache.
 
-Decides: where downloads live, when a partial file may be resumed, and what is refused (another
-length, another hash, an archive whose members are too large or not the ones we want). It knows
-nothing about terminals (progress is a callback), splits or training.
+Partial downloads are resumed. Refused are other lengths and hashes, and archives whose members are
+too large or not the wanted ones. The cache, by default `$XDG_CACHE_HOME/blockswarm` or
+`~/.cache/blockswarm`:
 
-The cache, by default `$XDG_CACHE_HOME/blockswarm` or `~/.cache/blockswarm`:
-
-    wikitext-2/lock                          held while one process fetches; others wait
-    wikitext-2/wikitext-2-raw-v1.zip.part    what has arrived so far
+    wikitext-2/lock                          held while one process downloads; others wait
+    wikitext-2/wikitext-2-raw-v1.zip.part    an incomplete download
     wikitext-2/wikitext-2-raw-v1.zip         complete and verified, or put there by hand
-    wikitext-2/text/                         the unpacked splits and receipt.json; appears at once
+    wikitext-2/text/                         the unpacked splits and receipt.json; put in place by
+                                             a rename
 
-Both archives are pinned by the sha256 of the original release, so it does not matter which
-mirror they come from, nor whether what arrived in several parts was always of one version: what
-does not have that hash is thrown away. WikiText is licensed CC BY-SA; it is never part of this
-repository.
+Both archives are pinned by the sha256 of the original release, so any mirror will do, and parts
+that were joined from different versions are detected. WikiText is licensed CC BY-SA; it is never
+part of this repository.
 """
 
 from __future__ import annotations
@@ -38,7 +36,7 @@ from pathlib import Path
 from protocol.errors import DataError
 
 Progress = Callable[[str, int, int], None]
-"""Called with what is going on, bytes done, bytes in total (0: not known)."""
+"""Called with a description, bytes done, and bytes in total (0: not known)."""
 
 CHUNK_BYTES = 1 << 18
 TIMEOUT_S = 30.0
@@ -49,7 +47,7 @@ RECEIPT = "receipt.json"
 
 @dataclass(frozen=True)
 class Member:
-    """A file that we want out of an archive. Nothing larger than `max_bytes` is unpacked."""
+    """A wanted file of an archive. It is refused if it is larger than `max_bytes`."""
 
     file_name: str
     max_bytes: int
@@ -57,7 +55,7 @@ class Member:
 
 @dataclass(frozen=True)
 class Archive:
-    """A zip file that is known by its exact length and hash."""
+    """A zip file to download, with its exact length and hash."""
 
     name: str
     url: str
@@ -99,19 +97,19 @@ WIKITEXT_103 = Archive(
 
 
 class _CutOff(Exception):
-    """The transfer stopped for a reason that may pass; what has arrived is kept."""
+    """The transfer broke off for a temporary reason; the partial file is kept."""
 
 
 class _Refused(Exception):
-    """What the server offers is not the archive; asking again will not help."""
+    """The server offers something else than the archive; retrying will not help."""
 
 
 def silent(what: str, done_bytes: int, total_bytes: int) -> None:
-    """A `Progress` for those who do not watch."""
+    """A `Progress` that does nothing."""
 
 
 def cache_folder() -> Path:
-    """Where downloads are kept. As the XDG rules say, a relative XDG_CACHE_HOME is ignored."""
+    """The folder for downloads. By the XDG rules a relative XDG_CACHE_HOME is ignored."""
     base = Path(os.environ.get("XDG_CACHE_HOME", ""))
     return (base if base.is_absolute() else Path.home() / ".cache") / "blockswarm"
 
@@ -127,10 +125,10 @@ def ensure_unpacked(
     progress: Progress = silent,
     pause: Callable[[float], None] = time.sleep,
 ) -> Path:
-    """The folder with the archive's members; downloads and unpacks if it is not there yet.
+    """The folder with the archive's members, which are downloaded and unpacked if need be.
 
-    `text/` appears by one rename after everything in it was verified, so that a folder that
-    exists is complete. `pause` is called between attempts after a cut connection.
+    `text/` is put in place by one rename after everything in it was verified, so if it exists it is
+    complete. `pause` is called between attempts after a broken connection.
     """
     home = (cache or cache_folder()) / archive.name
     text, packed = home / "text", home / archive.file_name
@@ -164,12 +162,12 @@ def ensure_unpacked(
 def download(
     archive: Archive, target: Path, progress: Progress, pause: Callable[[float], None]
 ) -> None:
-    """Bring `archive` to `target`, resuming what is there, and verify it before the rename."""
+    """Download `archive`, resuming a partial file, verify it, then rename it to `target`."""
     part = _part(target)
     try:
         in_one_piece = _complete(archive, part, progress, pause)
         if not in_one_piece and sha256_file(part) != archive.sha256:
-            # Parts of two versions may have been joined: take it once more from the start.
+            # Parts of two versions may have been joined: download once more from the start.
             part.unlink()
             _complete(archive, part, progress, pause)
         if sha256_file(part) != archive.sha256:
@@ -189,7 +187,7 @@ def download(
 def _complete(
     archive: Archive, part: Path, progress: Progress, pause: Callable[[float], None]
 ) -> bool:
-    """Ask until `part` is as long as the archive. True if one request brought all of it."""
+    """Request until `part` is as long as the archive. True if one request brought all of it."""
     idle_attempts, received = 0, False
     for _ in range(MAX_ATTEMPTS):
         size_before = _size(part)
@@ -200,7 +198,7 @@ def _complete(
             dropped = size_before > 0 and _size(part) == 0  # the server could not resume it
             received = received or gained or dropped
             idle_attempts = 0 if gained else idle_attempts + 1
-            # Where nothing ever arrived there is most likely no network: say so at once.
+            # If nothing ever arrived there is most likely no network: fail at once.
             if not received or idle_attempts > len(RETRY_PAUSES_S):
                 raise _Refused(str(cut)) from cut.__cause__
             pause(RETRY_PAUSES_S[max(0, idle_attempts - 1)])
@@ -208,7 +206,7 @@ def _complete(
 
 
 def _transfer(archive: Archive, part: Path, progress: Progress) -> bool:
-    """One request. True if it brought the whole file, False if it brought the end of it."""
+    """Make one request. True if it brought the whole file, False if it completed a partial one."""
     size_bytes = archive.size_bytes
     have = _size(part)
     if have == size_bytes:
@@ -261,7 +259,7 @@ def _request(url: str, have: int) -> http.client.HTTPResponse:
 
 
 def _receive(response: http.client.HTTPResponse) -> bytes:
-    """Apart from the writing, so that a broken connection and a full disk are told apart."""
+    """Read one chunk. Separate from writing, to tell a broken connection from a full disk."""
     try:
         return response.read1(CHUNK_BYTES)
     except (OSError, http.client.HTTPException) as error:
@@ -271,7 +269,7 @@ def _receive(response: http.client.HTTPResponse) -> bytes:
 def _check_length(
     archive: Archive, part: Path, response: http.client.HTTPResponse, start: int
 ) -> None:
-    """Refuse a file of another length before it is written, e.g. a hotel's log-in page."""
+    """Refuse a file of another length before it is written, e.g. a captive portal's page."""
     if response.status == http.client.PARTIAL_CONTENT:
         found = re.fullmatch(
             r"bytes (\d{1,15})-\d{1,15}/(\d{1,15}|\*)", response.headers.get("Content-Range", "")
@@ -290,11 +288,11 @@ def _check_length(
 
 
 def unpack(archive: Archive, packed: Path, folder: Path) -> None:
-    """Unpack the wanted members of a verified archive into `folder`, which appears by one rename.
+    """Unpack the wanted members of a verified archive, then rename the result to `folder`.
 
-    Paths inside the archive are never used as paths: a member is found by the last part of its
-    name and written under the name that we gave it. The receipt has the hash of each, by which
-    later starts know that nobody altered it.
+    Paths inside the archive are never used: a member is found by the last part of its name and
+    written under our own name for it. The receipt stores their hashes, so that later starts can
+    check that they are unaltered.
     """
     partial = folder.with_name(folder.name + ".partial")
     if partial.exists():
@@ -325,7 +323,7 @@ def _unpack_member(source: zipfile.ZipFile, member: Member, folder: Path) -> str
 
 
 def read_receipt(folder: Path) -> dict[str, str]:
-    """File name -> sha256 as found when the archive was unpacked into `folder`."""
+    """File name -> sha256, as stored when the archive was unpacked into `folder`."""
     try:
         receipt = json.loads((folder / RECEIPT).read_text(encoding="utf-8"))
     except (OSError, ValueError) as error:
@@ -337,7 +335,7 @@ def read_receipt(folder: Path) -> dict[str, str]:
 
 @contextlib.contextmanager
 def _locked(path: Path, waiting: Callable[[], None]) -> Iterator[None]:
-    """One process at a time; the kernel releases the lock of a process that dies."""
+    """Hold a lock file, which the kernel releases if the process dies."""
     with path.open("ab") as file:
         try:
             fcntl.flock(file, fcntl.LOCK_EX | fcntl.LOCK_NB)

@@ -1,7 +1,7 @@
-"""Windows: which bytes of a split are in batch i of a host's stream, and in an evaluation.
+"""Windows of bytes: random ones for training batches, contiguous ones for evaluation.
 
-Decides where windows start, as a pure function of a seed and a position. Knows nothing about where
-the bytes come from (see `node.data.corpus`), torch or the model.
+Training windows are a pure function of a seed and a position. Loading text is in
+`node.data.corpus`.
 """
 
 from __future__ import annotations
@@ -27,7 +27,7 @@ def check_window(data: Bytes, window: int, name: str) -> None:
 
 
 def stream_seed(*parts: int | str) -> int:
-    """One seed out of many facts, e.g. (run seed, peer id, block): unequal facts, unequal seeds."""
+    """One seed hashed from several parts, e.g. (run seed, peer id, block)."""
     text = "\0".join(f"{type(part).__name__}:{part}" for part in parts)
     return int.from_bytes(hashlib.sha256(text.encode()).digest()[:8], "little")
 
@@ -36,10 +36,10 @@ class WindowStream:
     """An endless stream of (batch, window + 1) bytes: inputs are [:, :-1], targets [:, 1:].
 
     Batch i is a pure function of (seed, i): window starts come from a counter-based generator
-    keyed by the seed, with i as the upper part of its counter. So resuming at any position costs
-    nothing, and hosts with different seeds draw independent streams. Starts are uniform, with
-    replacement. Only the generator's raw output is used: numpy promises that it does not change
-    between versions, which it does not promise for `integers()`.
+    keyed by the seed, with i as the upper part of its counter. So resuming at any position is
+    free, and hosts with different seeds draw independent streams. Starts are uniform, with
+    replacement. Only the generator's raw output is used: numpy guarantees that it is stable
+    between versions, unlike `integers()`.
     """
 
     def __init__(self, data: Bytes, window: int, batch: int, seed: int, name: str = "data") -> None:
@@ -54,7 +54,7 @@ class WindowStream:
         counter = np.array([0, position, 0, 0], dtype=np.uint64)
         key = np.array([self.seed, 0], dtype=np.uint64)
         raw = np.random.Philox(counter=counter, key=key).random_raw(self.batch)
-        # The bias of the remainder is below size / 2**64, which no experiment can see.
+        # The bias of the remainder is below size / 2**64: negligible.
         starts = (raw % np.uint64(len(self._windows))).astype(np.int64)
         return self._windows[starts]
 
@@ -66,11 +66,11 @@ def evaluation_windows(
 
     Window k holds the bytes [k * window, (k + 1) * window]: neighbours share one byte, which is the
     last target of one and the first input of the next, so that every byte but the very first is
-    predicted exactly once. A target sees only what stands before it in its own window: the first
-    has one byte of context, and CE over short windows is a little too high, for every model alike.
+    predicted exactly once. A target's context is only what precedes it in its window, so CE over
+    short windows is a little too high, for every model alike.
 
-    Enough windows for at least `limit_bytes` predicted bytes, or all there are if the text is
-    shorter or no limit is given. A tail shorter than a window is left out.
+    There are enough windows for `limit_bytes` predicted bytes, or as many as the text has. A tail
+    shorter than a window is left out.
     """
     check_window(data, window, name)
     count = (data.size - 1) // window

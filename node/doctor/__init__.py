@@ -1,6 +1,6 @@
-"""What is wrong with this machine or its network, and what to do about it.
+"""Diagnose this machine and its network, and suggest fixes.
 
-examine    the checks in their order, each bounded in time
+examine    run all checks in order, each with a timeout
 machine    Python, packages, torch, memory, disk
 network    port, p2pd, peers, clock, reachability
 """

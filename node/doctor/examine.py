@@ -1,8 +1,7 @@
-"""What is wrong with this machine, and what to do about it: checks, each bounded in time.
+"""Run the doctor's checks in order, each with a timeout.
 
-Decides the order of the checks, that one which hangs or fails in an unforeseen way is a failed
-check and not the end of the others, and what the list says as a whole. What a check looks at is in
-`machine` and `network`. Imports neither torch nor hivemind: both may be what is broken.
+A check that hangs or raises counts as failed; the others still run. The checks are in `machine` and
+`network`. Must import neither torch nor hivemind: either may be what is broken.
 """
 
 from __future__ import annotations
@@ -15,12 +14,12 @@ from pathlib import Path
 from typing import Any, Literal
 
 State = Literal["ok", "warning", "failed", "skipped"]
-CHECK_S = 60.0  # none takes longer; torch on a busy machine comes near
+CHECK_S = 60.0  # importing torch on a busy machine comes near to it
 
 
 @dataclass(frozen=True)
 class Check:
-    """One finding. `fixes` are steps to try in this order, with this machine's own values."""
+    """One finding. `fixes` are steps to try in order, with this machine's values filled in."""
 
     name: str
     state: State
@@ -31,7 +30,7 @@ class Check:
 
 @dataclass(frozen=True)
 class Plan:
-    """What a person asks the doctor about: `port` 0 is any, `listen` empty is all interfaces."""
+    """A user's options: `port` 0 is any free one, empty `listen` is all interfaces."""
 
     addresses: tuple[str, ...] = ()
     port: int = 0
@@ -43,7 +42,7 @@ Checker = Callable[[], Awaitable[Check | Sequence[Check]]]
 
 
 async def bounded(name: str, checker: Checker, limit_s: float = CHECK_S) -> list[Check]:
-    """Run one checker; whatever becomes of it is a finding."""
+    """Run one checker with a timeout; its errors become findings."""
     began_s = time.monotonic()
     try:
         async with asyncio.timeout(limit_s):
@@ -61,7 +60,7 @@ _REPORT = "try again when the machine is idle; if it stays, report it with the o
 
 
 async def examine(plan: Plan, hear: Callable[[Check], None] = lambda check: None) -> list[Check]:
-    """All checks, each told to `hear` as soon as it and those before it are there."""
+    """Run all checks in order; `hear` is called with each result at once."""
     from node.doctor import machine, network
 
     async def presets() -> Check:
@@ -93,7 +92,7 @@ async def examine(plan: Plan, hear: Callable[[Check], None] = lambda check: None
         ("p2pd", wire, limit_s),
     ]
     found: list[Check] = []
-    for name, checker, allowed_s in jobs:  # one by one: they would slow each other down
+    for name, checker, allowed_s in jobs:  # not concurrently: they would slow each other down
         for check in await bounded(name, checker, allowed_s):
             found.append(check)
             hear(check)

@@ -1,7 +1,6 @@
-"""The doctor's checks of the machine itself: Python, the packages, torch, memory, disk.
+"""The doctor's checks of the machine itself: Python, packages, torch, memory, disk.
 
-Decides what is enough and names the command that makes it so. Touches no network. torch is tried in
-a process of its own: a build for another processor does not raise, it kills.
+torch is tried in a process of its own, since a build for another processor would kill ours.
 """
 
 from __future__ import annotations
@@ -24,8 +23,8 @@ from node.machine import own_packages
 from protocol.version import PACKAGE_VERSION
 
 PYTHON = (3, 11)
-NEEDS = ("torch", "numpy", "hivemind", "uvloop")  # of the requirements those whose versions matter
-SPARE_DISK_BYTES = 1_000_000_000  # beside a host's state: the corpus, logs, the system itself
+NEEDS = ("torch", "numpy", "hivemind", "uvloop")  # requirements whose versions matter
+SPARE_DISK_BYTES = 1_000_000_000  # beside a host's state: for the corpus, logs, the system
 _TORCH = """
 import json, sys, torch
 product = torch.ones(64, 64) @ torch.ones(64, 64)
@@ -60,7 +59,7 @@ def packages() -> list[Check]:
 
 
 def _ours() -> Check:
-    """That the three packages are ours, and that no other distribution has the same names."""
+    """Whether the three packages are ours, and no other distribution has the same names."""
     for name in own_packages.MARKS:
         found = own_packages.foreign(name)
         if found is not None:
@@ -81,7 +80,7 @@ def _ours() -> Check:
 
 
 def _versions() -> Check:
-    """Whether what is installed is what the distribution asks for."""
+    """Whether the installed versions meet our distribution's requirements."""
     try:
         from packaging.requirements import Requirement
 
@@ -115,7 +114,7 @@ def _versions() -> Check:
 
 
 async def torch() -> Check:
-    """Import it and multiply, in a child: an illegal instruction ends that, not us."""
+    """Import torch and multiply in a child process, which an illegal instruction may kill."""
     child = await asyncio.create_subprocess_exec(
         sys.executable,
         "-c",
@@ -147,7 +146,7 @@ async def torch() -> Check:
 
 
 def memory_bytes() -> tuple[int, int]:
-    """Of this machine, or of the container around us: in all, and free for a new program."""
+    """Total and available memory of this machine, or of the container that we run in."""
     total = os.sysconf("SC_PAGE_SIZE") * os.sysconf("SC_PHYS_PAGES")
     free = total
     with suppress(OSError, ValueError, IndexError):
@@ -173,7 +172,7 @@ def _container_limits() -> Iterator[tuple[int, int]]:
 
 
 def memory() -> Check:
-    """Which presets fit. A run of one's own says at its start what it needs."""
+    """Which presets fit into memory. Other runs are checked when they start."""
     total, free = memory_bytes()
     needs = _preset_bytes()
     fits = [name for name, (needed, _) in needs.items() if needed <= free]
@@ -195,7 +194,7 @@ def memory() -> Check:
 
 
 def _preset_bytes() -> dict[str, tuple[int, int]]:
-    """Memory and disk of a host, by preset."""
+    """Preset -> memory and disk that a host needs."""
     from swarm.cost import disk_bytes, worker_memory_bytes
     from swarm.run_template import PRESETS, preset
 
@@ -204,7 +203,7 @@ def _preset_bytes() -> dict[str, tuple[int, int]]:
 
 
 def disk(folder: Path | None) -> Check:
-    """Room for a host's state, in a folder that takes a file and makes it durable."""
+    """Whether the state folder is writable, can sync files, and has room for a host's state."""
     from node.host.home import state_home
 
     wanted = folder or state_home()

@@ -1,8 +1,7 @@
-"""The doctor's checks of the way out and in: the port, p2pd, the peers, the clock, reachability.
+"""The doctor's checks of the network: port, p2pd, peers, clock, reachability.
 
-Decides what each answer of a peer means for this machine. Starts a p2pd of its own, with an
-identity that is thrown away, on the port that a host would have; if a host of this machine has that
-port already, peers are asked to knock at that one.
+They start a p2pd with a temporary identity on the port that a host would have. If a host on this
+machine already has that port, peers are asked to dial that host.
 """
 
 from __future__ import annotations
@@ -25,13 +24,13 @@ if TYPE_CHECKING:
     from node.network.daemon import Daemon
     from node.network.invitation import Invited
 
-PEERS_S = 60.0  # 15 s for who does not answer, 12 s for a dial back, and a busy machine
+PEERS_S = 60.0  # 15 s for a silent peer, 12 s for a dial back, and reserve for a busy machine
 USUAL_PORT = 31337
 HOST_EXTRA = 'pip install "blockswarm[host]"'
 
 
 async def port(plan: Plan) -> Check:
-    """Whether a host could listen there now."""
+    """Whether a host could listen on the port now."""
     from node.network.dial_back import knock
 
     try:
@@ -60,7 +59,7 @@ async def port(plan: Plan) -> Check:
 
 @dataclass(frozen=True)
 class Met:
-    """An address that was tried: who answered, or what happened."""
+    """An address that was dialled, and the peer's answer or the error."""
 
     address: str
     peer_id: bytes
@@ -68,7 +67,7 @@ class Met:
 
 
 async def wire(plan: Plan) -> list[Check]:
-    """Start p2pd; with addresses, also ask the peers there."""
+    """Start p2pd; if addresses are given, also check their peers, the clock and reachability."""
     try:
         from node.network.daemon import DaemonError
     except ImportError as error:
@@ -99,7 +98,10 @@ def _skipped(plan: Plan, why: str) -> list[Check]:
 
 
 async def _start(plan: Plan, identity: Path) -> tuple[Daemon, int, float]:
-    """A p2pd as a host has it; without a door of its own where the port is taken."""
+    """Start p2pd as a host does, or without listening if the port is taken.
+
+    Return it, the port that peers are to dial, and the seconds that it took.
+    """
     from node.network.daemon import ALL_INTERFACES, Daemon, DaemonSettings, PortInUse
 
     loop = asyncio.get_running_loop()
@@ -136,7 +138,7 @@ async def _peers(daemon: Daemon, plan: Plan, own: Sequence[str], knocked_at: int
 
 
 async def _peer(met: Met) -> Check:
-    """One address: the run behind it, or what is wrong with it."""
+    """The finding for one address: its run, or what is wrong."""
     from node.network.invitation import why_not
 
     if isinstance(met.answer, BaseException):
@@ -174,7 +176,7 @@ def _invited(met: Met) -> Invited:
 async def _reachable(
     daemon: Daemon, answered: Sequence[Met], own: Sequence[str], knocked_at: int, plan: Plan
 ) -> Check:
-    """Let the peers knock."""
+    """Ask the peers to dial us back, and judge whether we are reachable."""
     from node.network.reachability import door_of, judge, opinions_of
     from protocol import messages
     from protocol.frames import Channel, Deadline

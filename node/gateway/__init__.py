@@ -1,9 +1,9 @@
-"""HTTP in the form of OpenAI's completions, in front of a swarm that serves.
+"""OpenAI-compatible completions over HTTP, in front of a swarm that serves.
 
-server     who may ask, how many at once, how long
-request    what a client asks for
-outputs    its outputs, written at the same time
-text       bytes into text, never half a character
+server     the HTTP server: access, limits, routes
+request    parsing and checking of a client's request
+outputs    the outputs of a request, written concurrently
+text       bytes to text, with stop sequences
 reply      answers and errors
 health     whether the swarm would answer now
 """

@@ -1,7 +1,6 @@
-"""Whether the swarm would answer now, and with which versions.
+"""Health check: whether the swarm would answer now, and with which versions.
 
-Hosts are asked, not only looked up: what is known of them may be old. At most every few seconds,
-however often somebody wants to know.
+Hosts are asked directly, since what is known of them may be old; at most once every few seconds.
 """
 
 from __future__ import annotations
@@ -26,7 +25,7 @@ class Health:
         self._facts: dict[str, Any] = {}
 
     async def now(self) -> dict[str, Any]:
-        """`status` is ok, degraded (blocks are missing) or down (nobody serves any)."""
+        """The health facts. `status` is ok, degraded (blocks are missing) or down (all are)."""
         async with self._looking:
             if time.monotonic() - self._looked_s > LOOK_EVERY_S:
                 self._facts = await self._look()
@@ -55,7 +54,7 @@ class Health:
         return facts if there else {**facts, "reason": reason}
 
     async def _block(self, hop: Hop) -> dict[str, Any]:
-        """The version that is served of a block, and how many of its hosts answer."""
+        """The version served of a block, and how many hosts with it answer."""
         have = {o.peer: v for o in self.client.offers for v in o.versions if v.digest == hop.digest}
         answers = await asyncio.gather(*(self._answers(peer) for peer in have))
         rounds = [version.round for version in have.values()]

@@ -1,8 +1,7 @@
-"""The outputs of one HTTP request, written by the swarm at the same time.
+"""The outputs of one HTTP request, written by the swarm concurrently.
 
-Decides in what order their pieces are said (as they come), and that an output ends at its stop
-sequence. Whoever leaves the context takes all of them along: their sweeps are given up. Knows
-nothing of HTTP.
+Their pieces come in the order in which they are ready; an output ends at its stop sequence. Leaving
+the context cancels all of them and their sweeps.
 """
 
 from __future__ import annotations
@@ -18,7 +17,7 @@ from node.gateway.text import TextStream
 from node.serving.client import SweepClient
 from node.serving.output import Order, Output
 
-AHEAD = 64  # pieces that wait for a slow reader; then the outputs wait
+AHEAD = 64  # pieces buffered for a slow reader, before the outputs have to wait
 
 
 @dataclass(frozen=True)
@@ -32,7 +31,7 @@ class Plan:
 
 @dataclass(frozen=True)
 class Said:
-    """A piece of text. The last one of an output has why it ended, its size and its cost."""
+    """A piece of an output's text. The last one also has its finish reason, size and figures."""
 
     index: int
     text: str
@@ -42,7 +41,7 @@ class Said:
 
 
 class Outputs:
-    """`async with Outputs(...) as outputs: async for said in outputs.said()`."""
+    """Use as `async with Outputs(...) as outputs: async for said in outputs.said()`."""
 
     def __init__(self, client: SweepClient, wanted: Wanted, plan: Plan) -> None:
         self.client, self.wanted, self.plan = client, wanted, plan
@@ -61,7 +60,7 @@ class Outputs:
         await asyncio.gather(*self._tasks, return_exceptions=True)
 
     async def said(self) -> AsyncIterator[Said]:
-        """All pieces of all outputs. The first error ends it."""
+        """Yield all pieces of all outputs. Raises the first error."""
         left = self.wanted.outputs
         while left:
             piece = await self._queue.get()
@@ -71,7 +70,7 @@ class Outputs:
             yield piece
 
     def fail(self, error: Exception) -> None:
-        """End it now with this error, whatever else was to be said."""
+        """Cancel all outputs, drop pending pieces, and make `said` raise this error."""
         for task in self._tasks:
             task.cancel()
         while not self._queue.empty():

@@ -1,7 +1,4 @@
-"""How answers and errors look in HTTP: OpenAI's JSON, server-sent events, status codes.
-
-Decides which error becomes which status. Knows nothing of who asked or of swarms.
-"""
+"""HTTP answers and errors: OpenAI's JSON, server-sent events, status codes."""
 
 from __future__ import annotations
 
@@ -20,7 +17,7 @@ from protocol.errors import BlockswarmError, UsageError
 
 Facts = dict[str, Any]
 
-LAST_WORDS_S = 1.0  # for an error at the end of a stream
+LAST_WORDS_S = 1.0  # to send an error at the end of a stream
 RETRY_DOWN_S = 5
 DONE = b"data: [DONE]\n\n"
 
@@ -28,7 +25,7 @@ log = logging.getLogger("blockswarm.gateway")
 
 
 class Reply:
-    """The JSON of one request's answer, and what it adds up to."""
+    """Builds the JSON of one request's answer, and sums up its cost in `facts`."""
 
     def __init__(self, model: str, wanted: Wanted, facts: Facts) -> None:
         self.wanted, self.facts = wanted, facts
@@ -60,7 +57,7 @@ class Reply:
         return {**self.head, "choices": choices, **({} if usage is None else {"usage": usage})}
 
     def usage(self) -> Facts:
-        """In bytes: they are this model's tokens."""
+        """Token counts; a token of this model is a byte."""
         prompt, completion = self.facts["prompt_bytes"], self.facts["completion_bytes"]
         return {
             "prompt_tokens": prompt,
@@ -81,12 +78,12 @@ async def event_stream(request: web.Request) -> web.StreamResponse:
 
 
 def event(body: Facts) -> bytes:
-    """All of it ASCII: some readers take more than line feeds for the end of a line."""
+    """A server-sent event in ASCII: some readers break lines at other Unicode characters too."""
     return b"data: " + json.dumps(body).encode("ascii") + b"\n\n"
 
 
 async def last_words(request: web.Request, response: web.StreamResponse, error: ApiError) -> None:
-    """End a stream with an error; cut it off if the client does not even read that."""
+    """End a stream with an error; abort the connection if the client does not read it in time."""
     try:
         async with asyncio.timeout(LAST_WORDS_S):
             await response.write(event(error.body()))
@@ -109,7 +106,7 @@ def error_response(error: ApiError) -> web.Response:
 
 
 def api_error(error: Exception) -> ApiError:
-    """What a client is told of an error. Our bugs are told to the operator."""
+    """An exception as an answer for the client. Unexpected ones are logged for the operator."""
     if isinstance(error, ApiError):
         return error
     if isinstance(error, UsageError):
@@ -121,7 +118,7 @@ def api_error(error: Exception) -> ApiError:
 
 
 def http_error(error: web.HTTPException, request: web.Request, limits: Limits) -> ApiError:
-    """What the HTTP library itself refuses."""
+    """An error of the HTTP library as ours."""
     if error.status == 413:
         return too_large(limits)
     if error.status == 404:
@@ -132,14 +129,14 @@ def http_error(error: web.HTTPException, request: web.Request, limits: Limits) -
 
 
 def unreadable(status: int) -> ApiError:
-    """What is no HTTP. Its words are a stranger's, and are not repeated."""
+    """The answer to malformed HTTP. The library's message is not used: it quotes the request."""
     if status < 500:
         return ApiError(status, "this request is not HTTP that can be read here")
     return ApiError(status, "something is wrong in the gateway; its log says what", kind=SERVER)
 
 
 def turned_away() -> bytes:
-    """A whole answer for one connection too many, with no HTTP library behind it."""
+    """A complete HTTP answer, as bytes, for a connection beyond the limit."""
     error = down("too many connections are open; come back in a moment")
     body = json.dumps(error.body()).encode("ascii")
     head = (

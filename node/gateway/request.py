@@ -1,8 +1,7 @@
-"""What an HTTP client asks for: a JSON body read into an order of outputs, or a clear refusal.
+"""Parse and check the JSON body of a completions request.
 
-Decides which of OpenAI's parameters mean something for a base model of bytes, their defaults and
-limits. A parameter that would change the text and is not supported is refused, never ignored.
-Knows nothing of HTTP or of swarms.
+OpenAI's parameters have defaults and limits here. One that would change the text but is not
+supported is refused, never ignored.
 """
 
 from __future__ import annotations
@@ -21,7 +20,7 @@ DEFAULT_LENGTH = 128
 SEEDS = 2**53
 INVALID, SERVER = "invalid_request_error", "server_error"
 
-# Accepted only with the value that changes nothing: clients send these without being asked.
+# Unsupported, but accepted with the values that change nothing, which clients send by default.
 NEUTRAL: Mapping[str, tuple[Any, ...]] = {
     "best_of": (1,),
     "echo": (False,),
@@ -36,7 +35,7 @@ NEUTRAL: Mapping[str, tuple[Any, ...]] = {
 
 @dataclass(frozen=True)
 class Limits:
-    """What one client may ask for, and all of them together."""
+    """Limits for one request, and for all of them together."""
 
     body_bytes: int = 1024 * KIB
     prompt_bytes: int = 64 * KIB
@@ -44,7 +43,7 @@ class Limits:
     outputs: int = 16  # of a request: prompts x n
     stops: int = 4
     stop_bytes: int = 256
-    at_once: int = 64  # outputs being written, of all requests
+    at_once: int = 64  # outputs being written, in all requests
     request_s: float = 120.0  # for a whole answer
     body_s: float = 10.0  # for a request's body to arrive
     idle_s: float = 30.0  # for its header to arrive, and between two requests
@@ -52,7 +51,7 @@ class Limits:
 
 
 class ApiError(BlockswarmError):
-    """An answer that is no text: with an HTTP status, in the form of OpenAI's errors."""
+    """An error with an HTTP status, sent in the form of OpenAI's errors."""
 
     def __init__(
         self,
@@ -75,7 +74,7 @@ class ApiError(BlockswarmError):
 
 @dataclass(frozen=True)
 class Wanted:
-    """What a request asks for. Output `prompt * n + k` is the k-th of a prompt."""
+    """A checked request. Output `prompt * n + k` is the k-th of a prompt."""
 
     prompts: tuple[bytes, ...]
     n: int
@@ -111,7 +110,7 @@ def parse_request(body: bytes, model: str, limits: Limits) -> Wanted:
         stream=fields.flag("stream"),
         include_usage=_include_usage(fields),
     )
-    fields.take("user")  # who a client's own user is does not matter here
+    fields.take("user")  # accepted and ignored
     fields.nothing_left()
     return wanted
 
@@ -122,7 +121,7 @@ def unknown_model(name: str) -> ApiError:
 
 
 class _Fields:
-    """The fields of a body, taken one after the other. null is the same as absent."""
+    """The fields of a body, taken out one by one. null is the same as absent."""
 
     def __init__(self, fields: Mapping[str, Any]) -> None:
         self.left = dict(fields)
@@ -177,7 +176,7 @@ def _no_constant(name: str) -> NoReturn:
 
 
 def _prompts(fields: _Fields, limits: Limits) -> tuple[bytes, ...]:
-    """A text, bytes as a list of integers, or a list of either."""
+    """The prompts: a text, bytes as a list of integers, or a list of either."""
     if "prompt" not in fields.left:
         _refuse("prompt", "prompt is missing")
     given = fields.take("prompt")
@@ -206,7 +205,7 @@ def _prompt(given: Any, limits: Limits) -> bytes:
 
 
 def _is_bytes(given: Any) -> bool:
-    """Tokens are bytes, so OpenAI's form for tokens is one for bytes."""
+    """Whether it is a list of bytes: OpenAI's form for tokens, which are bytes here."""
     return isinstance(given, list) and all(type(b) is int and 0 <= b < 256 for b in given)
 
 

@@ -1,9 +1,7 @@
-"""An HTTP gateway in front of a swarm that serves, in the form of OpenAI's completions.
+"""An HTTP gateway to a serving swarm, with OpenAI's completions API.
 
-Decides who may ask, how many at once and how long, how answers and errors look in HTTP, and what
-becomes of open answers when it stops. What may be asked is `request`'s, how outputs are written
-`outputs`'s. Every client is a stranger: connections, headers, bodies, waiting and writing are
-bounded.
+Clients are untrusted: connections, headers, bodies, waiting times and concurrent outputs are
+bounded. Parsing is `request`'s task, writing outputs `outputs`'s.
 """
 
 from __future__ import annotations
@@ -51,14 +49,14 @@ RETRY_BUSY_S = 1
 CLIENT_LEFT = 499  # only in the log
 FACTS = web.RequestKey("facts", dict)
 
-_quiet = logging.getLogger("blockswarm.http")  # a stranger's broken HTTP is no news
+_quiet = logging.getLogger("blockswarm.http")  # silences messages about malformed HTTP
 _quiet.addHandler(logging.NullHandler())
 _quiet.propagate = False
 
 
 @dataclass(frozen=True)
 class GatewaySettings:
-    """What the operator says. `model` is the id that clients ask for; port 0 is any free one."""
+    """The operator's settings. `model` is the id that clients ask for; port 0 is any free one."""
 
     model: str
     host: str = "127.0.0.1"
@@ -69,7 +67,7 @@ class GatewaySettings:
 
 
 class Gateway:
-    """`start` it, `stop` it. The client and its network are the caller's."""
+    """The HTTP server. `start` and `stop` it; the caller owns the client and its network."""
 
     def __init__(
         self,
@@ -79,7 +77,7 @@ class Gateway:
     ) -> None:
         self.client, self.settings, self.tell = client, settings, tell
         self.limits = settings.limits
-        self.writing = 0  # outputs, of all requests
+        self.writing = 0  # outputs being written, in all requests
         self._key = None if settings.key is None else _digest(settings.key)
         self._open: set[Outputs] = set()
         self._created = int(time.time())
@@ -115,7 +113,7 @@ class Gateway:
             ) from error
 
     async def stop(self) -> None:
-        """Take no more, end what is open with an error that says so, then cut off the rest."""
+        """Stop listening, end open answers with an error, then close what is left."""
         if self._server is not None:
             self._server.close()
         for outputs in self._open:
@@ -137,7 +135,7 @@ class Gateway:
         return _Line(server, loop=asyncio.get_running_loop(), **self._line_settings())
 
     def _line_settings(self) -> dict[str, Any]:
-        """What a stranger's connection may do."""
+        """The limits of a client's connection."""
         return {
             "access_log": None,
             "logger": _quiet,
@@ -146,20 +144,20 @@ class Gateway:
             "max_headers": HEADERS_MAX,
             "max_line_size": HEADER_MAX_BYTES,
             "max_field_size": HEADER_MAX_BYTES,
-            "auto_decompress": False,  # nobody needs it, and a small body stays a small one
+            "auto_decompress": False,  # so that a small body cannot become a large one
         }
 
     # --- every request --------------------------------------------------------------------------
 
     @web.middleware
     async def _answer(self, request: web.Request, handler: Handler) -> web.StreamResponse:
-        """Check the key, turn errors into JSON, tell of it."""
+        """Check the key, call the handler, turn errors into JSON, report the request."""
         began_s = time.monotonic()
         resource = request.match_info.route.resource
         facts: Facts = {
             "event": "request",
             "method": request.method,
-            "path": "unknown" if resource is None else resource.canonical,  # not a stranger's words
+            "path": "unknown" if resource is None else resource.canonical,  # no text of the client
             "status": CLIENT_LEFT,
         }
         request[FACTS] = facts
@@ -241,7 +239,7 @@ class Gateway:
 
     async def _body(self, request: web.Request) -> bytes:
         if request.content_type != "application/json":
-            # Also: a page in a browser cannot send this without asking us first, and we say no.
+            # Also blocks web pages of other sites: for this type browsers ask first, in vain.
             raise ApiError(415, "send the body as Content-Type: application/json")
         if (request.content_length or 0) > self.limits.body_bytes:
             raise too_large(self.limits)
@@ -281,7 +279,7 @@ class Gateway:
     async def _stream(
         self, request: web.Request, outputs: Outputs, reply: Reply
     ) -> web.StreamResponse:
-        """Server-sent events. An error before the first piece is an answer of its own."""
+        """Answer with server-sent events. An error before the first piece is a plain answer."""
         response: web.StreamResponse | None = None
         try:
             async with self._in_time():
@@ -312,7 +310,7 @@ class Gateway:
 
 
 class _Line(web.RequestHandler):
-    """A connection. What is no HTTP never comes to our handlers, and is answered like the rest."""
+    """A connection. Malformed HTTP never reaches our handlers; it is answered here, as JSON."""
 
     __slots__ = ()
 
@@ -330,7 +328,7 @@ class _Line(web.RequestHandler):
 
 
 class _Full(asyncio.Protocol):
-    """One connection too many."""
+    """A connection beyond the limit: answered with an error and closed."""
 
     def connection_made(self, transport: asyncio.BaseTransport) -> None:
         cast(asyncio.WriteTransport, transport).write(turned_away())
@@ -342,5 +340,5 @@ def _has_left(request: web.Request) -> bool:
 
 
 def _digest(key: str) -> bytes:
-    """Of equal length for all keys: comparing them in constant time tells nothing of the length."""
+    """A hash of a key, so that comparing keys in constant time does not reveal their length."""
     return hashlib.sha256(key.encode(errors="surrogateescape")).digest()

@@ -1,7 +1,6 @@
-"""Bytes of a model into text for a stream: never half a character, never half a stop sequence.
+"""Decode a model's bytes to text as they come, without half characters or parts of stop sequences.
 
-Decides what can be said already and what must wait for more bytes. However the bytes are cut into
-pieces, the text is the same. Knows nothing of where they come from.
+The text does not depend on how the bytes are cut into pieces.
 """
 
 from __future__ import annotations
@@ -15,12 +14,12 @@ class TextStream:
     def __init__(self, stops: tuple[bytes, ...] = ()) -> None:
         self.stops = stops
         self.stopped = False
-        self.size_bytes = 0  # what was written, with the stop sequence, without what followed it
-        self._held = b""  # may be the beginning of a stop sequence
+        self.size_bytes = 0  # of the output, up to and including the stop sequence
+        self._held = b""  # held back: may be the beginning of a stop sequence
         self._decoder = codecs.getincrementaldecoder("utf-8")(errors="replace")
 
     def add(self, piece: bytes) -> str:
-        """What can be said after these bytes. The stop sequence that is complete first counts."""
+        """Add bytes; return the text that is certain now. The first stop sequence ends the text."""
         if self.stopped:
             return ""
         known, text = self.size_bytes - len(self._held), self._held + piece
@@ -35,14 +34,14 @@ class TextStream:
         return self._decoder.decode(text[: len(text) - keep])
 
     def end(self) -> str:
-        """There are no more bytes: what was held back, and U+FFFD for half a character."""
+        """End the output; return the text held back, with U+FFFD for half a character."""
         if self.stopped:
             return ""
         held, self._held = self._held, b""
         return self._decoder.decode(held, final=True)
 
     def _beginning(self, text: bytes) -> int:
-        """How many of the last bytes may be the beginning of a stop sequence."""
+        """How many of the last bytes may begin a stop sequence."""
         longest = min(len(text), max((len(stop) for stop in self.stops), default=1) - 1)
         for size in range(longest, 0, -1):
             if any(stop.startswith(text[-size:]) for stop in self.stops):

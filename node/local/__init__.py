@@ -1,8 +1,8 @@
 """All blocks on one machine, with no network.
 
-jobs            what `train`, `eval`, `generate` and `probe` do
-training        the loop, its checkpoints, the model at the end
+jobs            the commands `train`, `eval`, `generate` and `probe`
+training        the training loop, its checkpoints, the finished model
 memory          whether a run fits into memory
-report          what `eval` and `probe` tell
+report          the results of `eval` and `probe` as text
 model_folder    safetensors and manifest, checked when loaded
 """

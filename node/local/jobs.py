@@ -1,7 +1,7 @@
-"""What the local commands do: train or resume, load, probe, write. Facts out, no text.
+"""The work of the local commands: train or resume, load, probe, write. Results are dicts of facts.
 
-Decides what a folder may be used for and which options a resumed run may be given. The options'
-names and help are `node.commands.local`'s, the words for results `node.console.results`'s and
+It also refuses folders in use, and options that a resumed run cannot change. The options' names and
+help are `node.commands.local`'s, the text of results `node.console.results`'s and
 `node.local.report`'s.
 """
 
@@ -55,11 +55,11 @@ RUN_OPTIONS = {
     "optimizer": ("training", "optimizer"),
     "denoise_share": ("training", "denoise_share"),
 }
-"""Which field of the run an option of `train` sets; the run says what is allowed."""
+"""Option of `train` -> the field of the run that it sets, where its value is checked."""
 
 
 def train_blocks(out: Path, options: Mapping[str, Any], given: set[str]) -> Facts:
-    """Train or resume; `given` names the options that were typed. Exits if it is stopped."""
+    """Train or resume. `given`: the options that were typed. Raises SystemExit if stopped."""
     device = choose_device(options["device"])
     threads, data, resume = options["threads"], options["data"], options["resume"]
     if resume:
@@ -111,7 +111,7 @@ def train_blocks(out: Path, options: Mapping[str, Any], given: set[str]) -> Fact
 
 
 def _show_start(display: TrainingDisplay, training: LocalTraining) -> None:
-    """Before the first step: the weights that it starts from are measured first."""
+    """Show something before the first step, since the initial weights are measured first."""
     done, steps = training.swarm.steps_done, training.run.training.steps
     state = "measuring the start" if training.before is None else "going on"
     display.show(f"step {done}/{steps}", done, steps, state)
@@ -122,8 +122,11 @@ def _resume(out: Path) -> str:
 
 
 def probe_blocks(composed: ComposedModel, corpus: Corpus, limit_bytes: int) -> Facts:
-    """A run may be allowed any leak, to study it; whether a block reads its target is judged by
-    the limit that runs have by default, or by the run's own if that is stricter."""
+    """Measure by how much each block's CE falls if it sees its noised target.
+
+    A run may allow any leak, to study it; so the verdict uses the default limit, or the run's own
+    if that is stricter.
+    """
     run = composed.run
     batches = held_out_batches(corpus, "test", run.model.context, limit_bytes)
     rows: list[Facts] = []
@@ -152,7 +155,7 @@ def probe_blocks(composed: ComposedModel, corpus: Corpus, limit_bytes: int) -> F
 
 
 def composed_as(model: ComposedModel, composition: Composition | None) -> ComposedModel:
-    """The same blocks under another composition, where they can have it."""
+    """The same blocks under another composition. Raises `UsageError` if they do not support it."""
     if composition is None or composition == model.composition:
         return model
     if composition == "embedding":
@@ -178,13 +181,13 @@ def write_text(
     out: ByteWriter | None,
     joint: bool = False,
 ) -> Facts:
-    """Byte after byte, or `joint`: all at once, by denoising them."""
-    start = os.fsencode(prompt)  # what was typed, byte for byte, UTF-8 or not
+    """Write byte after byte, or with `joint` all at once by denoising."""
+    start = os.fsencode(prompt)  # the bytes that were typed, UTF-8 or not
     written = bytearray()
     source = denoise.write if joint else generate
     for byte in source(composed, start, length, sampling):
         written.append(byte)
-        if out is not None:  # the prompt with the first byte: what fails before has written nothing
+        if out is not None:  # the prompt goes with the first byte: an error before prints nothing
             out.write(start + bytes([byte]) if len(written) == 1 else bytes([byte]))
     if out is not None:
         out.close()
@@ -211,7 +214,7 @@ def _run_of(options: Mapping[str, Any]) -> Run:
 
 
 def _refuse_other_run(run: Run, options: Mapping[str, Any], given: set[str]) -> None:
-    """A resumed run keeps its options; whoever types another value should know that."""
+    """Refuse options whose typed value differs from the resumed run's, which cannot change."""
     values = {
         name: getattr(getattr(run, table), field) for name, (table, field) in RUN_OPTIONS.items()
     }
@@ -270,10 +273,10 @@ def load_with_corpus(
 
 
 def data_changed(model: Path, data: str | None, corpus: Corpus) -> bool | None:
-    """Whether the text of this name is another one than in training; said if it is.
+    """Whether the corpus of this name has changed since training; a warning is printed if so.
 
-    Its splits are cut anew, so that what is held out now may have been trained on. None if it
-    cannot be known: a text of another name, or a manifest that does not tell.
+    Its splits have then moved, and bytes held out now may have been trained on. None if unknown: a
+    corpus of another name, or a manifest without a hash.
     """
     manifest = read_manifest(model)
     spec, sha256 = data_spec(manifest), data_sha256(manifest)

@@ -1,9 +1,9 @@
-"""Whether training all blocks here fits into memory, and what is told when memory runs out.
+"""Check whether local training fits into memory, and report running out of memory in one line.
 
-Decides what is refused before it begins: Linux gives out more memory than there is, and a model too
-large for it would be drawn for hours, or end in a kill. The estimate counts what is there for sure,
-so it leans to the low side. Knows nothing of swarms (`swarm.cost`). Imports nothing heavy by
-itself, as the command line wraps its commands in `memory_errors_told`.
+A model that is too large is refused at the start: Linux overcommits memory, and its weights would
+be drawn for hours, or the process killed. The estimate counts only what is certainly needed, so it
+is on the low side; the memory of swarm hosts is estimated in `swarm.cost`. This module must not
+import anything heavy: the command line wraps its commands in `memory_errors_told`.
 """
 
 from __future__ import annotations
@@ -25,12 +25,12 @@ if TYPE_CHECKING:
 
 SMALLER = "a smaller --width, --layers, --blocks or --batch, or free some memory"
 FREE_SOME = "close other programs, or use a machine with more memory"
-# What torch and the C library say; torch has a class of its own for CUDA only.
+# Messages of torch and the C library; torch has an exception class of its own only for CUDA.
 WORDS = ("can't allocate memory", "cannot allocate memory", "out of memory", "alloc_failed")
 
 
 def training_memory_bytes(run: Run) -> int:
-    """Weights, gradients, optimizer, versions and copies of all blocks, and one's activations."""
+    """Weights, gradients, optimizer, versions and copies of all blocks; activations of one."""
     from swarm.cost import HEAD_FLOATS, LAYER_FLOATS_PER_WIDTH, block_parameters
 
     shape, training = run.model, run.training
@@ -52,7 +52,7 @@ def _versions(run: Run) -> int:
 
 
 def _copies(run: Run, block: int) -> int:
-    """How many copies of a block the others read: one for each age of it."""
+    """How many copies of a block the others read: one for each version that is read."""
     if not run.model.relays:
         return 0
     readers = run.model.blocks - 1 - block
@@ -61,7 +61,7 @@ def _copies(run: Run, block: int) -> int:
 
 
 def free_memory_bytes(device: torch.device) -> int | None:
-    """What this process could still get there; None where nobody says."""
+    """The memory that this process can still get on a device; None if unknown."""
     if device.type == "cuda":
         import torch
 
@@ -74,7 +74,7 @@ def free_memory_bytes(device: torch.device) -> int | None:
 
 
 def _left_of_limit() -> int | None:
-    """Of `ulimit -v`, which `available_memory_bytes` does not know."""
+    """What remains of `ulimit -v`, which `available_memory_bytes` does not cover."""
     if not sys.platform.startswith("linux"):
         return None
     import resource
@@ -101,7 +101,7 @@ def refuse_too_large(run: Run, device: torch.device) -> None:
 
 @contextmanager
 def memory_errors_told(hint: str = FREE_SOME) -> Iterator[None]:
-    """What runs out of memory after all ends in one line."""
+    """Turn running out of memory into a `UsageError`."""
     try:
         yield
     except (MemoryError, RuntimeError) as error:

@@ -1,7 +1,7 @@
 """The model folder: `model.safetensors` and `manifest.json`. It loads offline, with no pickle.
 
-The manifest says what each block is (version, digest, CE) and how they compose; whatever does not
-match it is refused by name. Knows nothing of training or of the network.
+The manifest describes each block (version, digest, CE) and how they compose. Weights that do not
+match it are refused, with an error that names the block or tensor.
 
     model/
       model.safetensors   every block's tensors, named block.<index>.<parameter>
@@ -34,12 +34,12 @@ from swarm.run import Composition, Run
 FORMAT = "blockswarm-model"
 FORMAT_VERSION = 2
 MAX_MANIFEST_BYTES = 1 << 20
-SMALL = 1 << 20  # numbers: so many are allocated for any file, to say what is wrong with it
+SMALL = 1 << 20  # numbers allocated whatever the file's size, to report precisely what is wrong
 MANIFEST, WEIGHTS = "manifest.json", "model.safetensors"
 
 
 def weights_digest(tensors: Mapping[str, Tensor]) -> str:
-    """A name for a block's weights: equal bytes, names and shapes give equal digests."""
+    """A digest of a block's weights: of the tensors' names, dtypes, shapes and bytes."""
     digest = hashlib.blake2b(digest_size=32)
     for name in sorted(tensors):
         tensor = tensors[name].detach().to("cpu").contiguous()
@@ -51,7 +51,7 @@ def weights_digest(tensors: Mapping[str, Tensor]) -> str:
 def save_model(
     folder: Path, model: ComposedModel, versions: list[int | None], facts: Mapping[str, Any]
 ) -> None:
-    """Write the folder. The manifest goes last: a folder without it is no model."""
+    """Write the folder. The manifest is written last: without it a folder is not a model."""
     tensors: dict[str, Tensor] = {}
     blocks: list[dict[str, Any]] = []
     for index, block in enumerate(model.blocks):
@@ -85,7 +85,7 @@ def save_model(
 def load_model(
     folder: Path, device: torch.device, leave_out: frozenset[int] = frozenset()
 ) -> tuple[ComposedModel, dict[str, Any]]:
-    """Read, check against the manifest, and compose. A `ModelError` names what is wrong."""
+    """Read the blocks, check them against the manifest, and compose. Raises `ModelError`."""
     manifest = read_manifest(folder)
     run, digests = _described_blocks(folder, manifest)
     for index in sorted(leave_out):
@@ -125,7 +125,7 @@ def _described_blocks(folder: Path, manifest: Mapping[str, Any]) -> tuple[Run, d
 def _refuse_lost_entries(
     folder: Path, manifest: Mapping[str, Any], run: Run, accounted: set[int]
 ) -> None:
-    """A block without an entry was left out by whoever assembled the model, or it was lost."""
+    """Refuse blocks without an entry that are not listed as left out at assembly."""
     assembly = manifest.get("assembly")
     missing = assembly.get("missing") if isinstance(assembly, dict) else None
     known = missing if isinstance(missing, list) else []
@@ -196,14 +196,14 @@ def has_model(folder: Path) -> bool:
 
 
 def data_sha256(manifest: Mapping[str, Any]) -> str | None:
-    """The text that the model was trained on, or judged by; None if the manifest does not say."""
+    """The sha256 of the corpus that the model was trained on or judged by, if it is stated."""
     data = manifest.get("data")
     found = data.get("sha256") if isinstance(data, dict) else None
     return found if isinstance(found, str) else None
 
 
 def data_spec(manifest: Mapping[str, Any]) -> str:
-    """What `--data` was when the model was trained."""
+    """The `--data` of the model's training."""
     data = manifest.get("data")
     spec = data.get("spec") if isinstance(data, dict) else None
     return spec if isinstance(spec, str) else "python"
@@ -249,8 +249,8 @@ def _load_block(
 
 
 def _block_for(run: Run, index: int, state: Mapping[str, Tensor]) -> Block:
-    """The block that the manifest describes. It can ask for any size: only for one that the file
-    may hold is anything allocated."""
+    """A new block as the manifest describes it. Since that may ask for any size, it is allocated
+    only if the file is large enough to hold it."""
     wanted, there = block_parameters(run)[index], sum(value.numel() for value in state.values())
     if wanted > max(SMALL, 4 * there):
         raise ModelError(
@@ -260,7 +260,7 @@ def _block_for(run: Run, index: int, state: Mapping[str, Tensor]) -> Block:
 
 
 def _check_tensors(index: int, state: Mapping[str, Tensor], wanted: Mapping[str, Tensor]) -> None:
-    """Names, shapes, dtypes and values, one by one: a person wants to know which is wrong."""
+    """Check names, shapes, dtypes and values one by one, so that the error names the tensor."""
     for name, like in wanted.items():
         if name not in state:
             raise ModelError(f"block {index} lacks the tensor {name}", _HINT)
@@ -280,7 +280,7 @@ def _check_tensors(index: int, state: Mapping[str, Tensor], wanted: Mapping[str,
 
 
 def _write_weights(path: Path, tensors: dict[str, Tensor]) -> None:
-    """With the rights that any new file has: safetensors makes one that others cannot read."""
+    """Write with the usual mode of new files: safetensors makes one that others cannot read."""
     path.touch()
     mode = path.stat().st_mode & 0o777
     save_file(tensors, path)

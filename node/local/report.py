@@ -1,5 +1,5 @@
-"""What `eval` and `probe` tell beyond `node.console.results`: bits and perplexity of every block,
-the limit of a verdict. Knows nothing of how they were measured; imports no torch.
+"""Results of `eval` and `probe` beyond `node.console.results`: bits and perplexity of every block,
+the limit behind a verdict. Must not import torch.
 """
 
 from __future__ import annotations

@@ -1,7 +1,7 @@
-"""Training all blocks on this machine: the loop, its checkpoints, and the model folder at the end.
+"""Train all blocks on this machine: the loop, its checkpoints, and the model folder at the end.
 
-Decides when to save and what a resumed run needs. The learning itself is `swarm.learning.local`'s;
-what a person sees of it is the caller's, through `Report`.
+The learning itself is `swarm.learning.local`'s. Progress is displayed by the caller, through
+`Report`.
 """
 
 from __future__ import annotations
@@ -32,13 +32,13 @@ from swarm.run import Run
 
 CHECKPOINT = "checkpoint.safetensors"
 EVALUATION_BATCH = 64
-FIT_BYTES = 32768  # one weight a block and a temperature need no more
+FIT_BYTES = 32768  # enough to fit one weight per block and a temperature
 GLANCE_BYTES = 8192  # for the CE that is shown while a run is under way
 
 
 @dataclass(frozen=True)
 class Finished:
-    """What a completed run gives: the model as saved, and its honest CE before and after."""
+    """A completed run: the saved model, and the honest CE before and after training."""
 
     model: ComposedModel
     before: Evaluation
@@ -49,7 +49,7 @@ class Finished:
 def held_out_batches(
     corpus: Corpus, split: str, context: int, limit_bytes: int, batch: int = EVALUATION_BATCH
 ) -> list[torch.Tensor]:
-    """Windows of a split in order, as int64 batches."""
+    """Contiguous windows of a split, as int64 batches."""
     name = f"the {split} split of {corpus.name}"
     windows = evaluation_windows(getattr(corpus, split), context, limit_bytes, name)
     starts = range(0, len(windows), batch)
@@ -57,7 +57,7 @@ def held_out_batches(
 
 
 def check_leak(run: Run, corpus: Corpus) -> float:
-    """Refuse a run whose sigmas show the block its target; the leak in nats otherwise."""
+    """The leak of z in nats. Raises if it is above the run's limit."""
     if run.training.objective == "plain":
         return 0.0
     counts = torch.from_numpy(corpus.train[: 1 << 24].copy()).long().bincount(minlength=256)
@@ -65,7 +65,7 @@ def check_leak(run: Run, corpus: Corpus) -> float:
 
 
 class LocalTraining:
-    """A run in progress in a folder, which the caller holds (`node.machine.atomic.hold_folder`)."""
+    """A run in progress in a folder that the caller has locked (`node.machine.atomic`)."""
 
     def __init__(
         self, run: Run, corpus: Corpus, data_spec: str, folder: Path, device: torch.device
@@ -76,7 +76,7 @@ class LocalTraining:
         self.folder, self.device = folder, device
         self.swarm = LocalSwarm(run, device, autocast_dtype(device, run.model.width))
         self.before: Evaluation | None = None
-        self.seconds = 0.0  # of training, earlier sittings of a resumed run included
+        self.seconds = 0.0  # of training, including those before a resume
         self.stream = WindowStream(
             corpus.train,
             run.model.context,
@@ -92,10 +92,10 @@ class LocalTraining:
         save_every_s: float = 30.0,
         evaluate_bytes: int = 65536,
     ) -> Finished | None:
-        """Train to the end, or until asked to stop: then a checkpoint is saved and None returned.
+        """Train to the end. If asked to stop, save a checkpoint and return None.
 
-        The first checkpoint is written before the first step: a folder that cannot be written to
-        is found out at once, and kill -9 at any moment leaves something to resume.
+        The first checkpoint is written before the first step: a folder that is not writable is
+        noticed at once, and after kill -9 at any moment the run can be resumed.
         """
         before = self.before = self.before or self._evaluate("test", evaluate_bytes)
         if self.swarm.steps_done == 0:
@@ -133,7 +133,7 @@ class LocalTraining:
         )
 
     def _glance(self) -> float | None:
-        """Ten times in a run: the CE so far."""
+        """Ten times in a run: measure the CE on the valid split."""
         done, total = self.swarm.steps_done, self.run.training.steps
         if done % max(1, total // 10) or done == total:
             return None
@@ -147,7 +147,7 @@ class LocalTraining:
         return Progress(done, total, loss_nats, steps_per_s * size_bytes, left_s, ce)
 
     def _finish(self, before: Evaluation) -> Finished:
-        """The CE after is of the same bytes as the CE before, whoever resumed with what."""
+        """Fit, evaluate and save the model. CE before and after are measured on the same bytes."""
         fit = torch.cat(self._held_out("valid", FIT_BYTES)).to(self.device)
         model = fit_composition(self._model(), fit[:, :-1], fit[:, 1:], SPARE_NATS)
         after = self._evaluate("test", before.size_bytes, model)
@@ -167,7 +167,7 @@ class LocalTraining:
     def _evaluate(
         self, split: str, limit_bytes: int, model: ComposedModel | None = None
     ) -> Evaluation:
-        """Honest CE. Reported on the test split, which nothing is fitted or chosen on."""
+        """Honest CE. The test split is for reports: nothing is fitted or chosen on it."""
         return honest_ce(model or self._model(), self._held_out(split, limit_bytes))
 
     def _held_out(self, split: str, limit_bytes: int) -> list[torch.Tensor]:
@@ -194,7 +194,7 @@ class LocalTraining:
     # Checkpoints.
 
     def save_checkpoint(self) -> None:
-        """Everything that a resumed run needs, in one file that is there whole or not at all."""
+        """Write everything that a resumed run needs to one file, atomically."""
         assert self.before is not None
         tensors, numbers = self.swarm.state()
         facts = {
@@ -210,7 +210,7 @@ class LocalTraining:
         write_tensors(self.folder / CHECKPOINT, tensors, facts)
 
     def load_checkpoint(self, evaluate_bytes: int | None = None) -> None:
-        """Go on where it was cut off. With `evaluate_bytes` the CE before is of so many bytes."""
+        """Restore the checkpoint. With `evaluate_bytes` the CE before is measured on that many."""
         facts, tensors = _read_checkpoint(self.folder)
         if facts["corpus"] != self._corpus_id():
             raise UsageError(
@@ -228,7 +228,8 @@ class LocalTraining:
         self.swarm.load_state(tensors, facts["numbers"])
 
     def _measure_before(self, evaluate_bytes: int) -> None:
-        """Again if it was of another number of bytes. The weights are still those of the start."""
+        """Measure the CE before training, if that was on another number of bytes. To be called
+        while the initial weights are still loaded."""
         assert self.before is not None and self.swarm.steps_done == 0
         windows = self._held_out("test", evaluate_bytes)
         if sum(each[:, 1:].numel() for each in windows) != self.before.size_bytes:
@@ -236,7 +237,7 @@ class LocalTraining:
 
 
 class _Clock:
-    """Seconds of training: in this sitting, and with those of earlier ones."""
+    """Seconds of training, in this process alone and including those before a resume."""
 
     def __init__(self, first_step: int, earlier_s: float) -> None:
         self.first_step, self.earlier_s = first_step, earlier_s
@@ -251,7 +252,7 @@ class _Clock:
 
 @dataclass(frozen=True)
 class CutOffRun:
-    """What a checkpoint says of its run: `--resume` needs no other option."""
+    """The options of an interrupted run, from its checkpoint; `--resume` needs no others."""
 
     run: Run
     data_spec: str

@@ -1,9 +1,9 @@
-"""A block's consensus log, as this host has it.
+"""A block's consensus log, as this host holds it.
 
-fetch        entries, updates and snapshots from a block's replicas
-room         the version before, kept as room for the next one
-consensus    the weights now, the steps back, what is served of them
-catch_up     onto another head of the log
-follow       the log of a block that one does not train
+fetch        download entries, updates and snapshots from a block's replicas
+room         reuse the memory of the previous consensus for the next one
+consensus    the current weights, and what older versions are rebuilt from
+catch_up     move to another head of the log
+follow       keep up with the log of a block that this host does not train
 copies       the copies of other blocks that a worker reads
 """

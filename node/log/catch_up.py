@@ -1,9 +1,8 @@
-"""Onto another head of a block's log: what has to be fetched for it, and the consensus there.
+"""Move from our head of a block's log to another head: fetch what is missing, replay and verify.
 
-Decides whether to go back along our own steps or to start from a donor's snapshot, and proves the
-result before anybody uses it: every update, step and weight on the way is checked against the
-chain. Knows nothing of why one moves, nor of running weights. The consensus one has stays as it is
-until the other one is complete.
+The move undoes our own steps back to the fork, or else starts from a donor's snapshot. Every
+update, step and weight vector on the way is checked against the chain. Our present consensus is not
+changed; the new one is returned when it is complete.
 """
 
 from __future__ import annotations
@@ -25,17 +24,17 @@ async def consensus_at(
     entries: tuple[Entry, ...],
     pins: Sequence[Pin],
 ) -> Consensus:
-    """The consensus at the end of `entries`, from the one at the head of `log`.
+    """The consensus at the end of `entries`, reached from `consensus` at the head of `log`.
 
     `pins` are the snapshots of these entries that the donors still have, the preferred one last.
-    Raises `FetchError`; its liars vouch for a log that does not lead where it says.
+    Raises `FetchError`; its `liars` include the donors if the chain itself proves wrong.
     """
     by_digest = {entry.digest: entry for entry in entries}
     plan = log.plan_move(entries, [by_digest[pin.entry] for pin in pins])
     other = consensus.copy()
     start = plan.snapshot or plan.fork or entries[0]
     if plan.snapshot is not None or not await asyncio.to_thread(other.roll_back, plan.rollback):
-        if plan.snapshot is None and pins:  # a move from a snapshot left us without the steps back
+        if plan.snapshot is None and pins:  # we began at a snapshot ourselves: no steps to undo
             start = by_digest[pins[-1].entry]
         pin = next((pin for pin in pins if pin.entry == start.digest), None)
         if pin is None:
@@ -50,7 +49,7 @@ async def consensus_at(
             if entry.round > start.round:
                 data[entry.digest] = await fetcher.aggregate(donors, entry)
         await asyncio.to_thread(other.go_on, log.moved(entries), start, data)
-    except LogError as error:  # the chain itself is wrong: whoever stands on it made it up
+    except LogError as error:  # the chain itself is wrong: all who offer it are to blame
         raise FetchError(error.message, [*fetcher.liars, *donors]) from error
     return other
 
@@ -61,5 +60,5 @@ async def _restart(
     weights = await fetcher.snapshot(donors, pin, len(other.weights))
     try:
         other.restart(start, weights)
-    except LogError as error:  # the chain may be right: only its donor said that this belongs to it
+    except LogError as error:  # the chain may be right: only this donor named the wrong snapshot
         raise FetchError(error.message, [*fetcher.liars, pin.donor]) from error

@@ -1,11 +1,10 @@
-"""A block's consensus as this host holds it: the weights now, the steps back, what it serves.
+"""A block's consensus in memory: its current weights, and the data behind the entries of its log.
 
-Decides which data of the log is kept in memory: the encoded updates since the older pinned snapshot
-and, of a block that this host trains, the newest steps and the two snapshots. Steps are up to fifty
-times as large as the updates that they were made of, so an older one is made again when it is asked
-for; of a block that is only followed (`light`) so are all of them, and the snapshots. The log
-itself, and what an entry means, is `swarm.consensus.log`'s. Arrays are never changed in place:
-whoever holds one has a version.
+Kept are the encoded updates since the older pinned snapshot and, for a block that this host trains,
+the newest steps and the two snapshots. A step is up to fifty times as large as the updates that it
+was made of, so older steps are recomputed on request; for a block that is only followed (`light`)
+all steps and snapshots are. The entries themselves are `swarm.consensus.log`'s. Arrays are never
+changed in place, so a reference to one is a version.
 """
 
 from __future__ import annotations
@@ -29,7 +28,7 @@ Shards = tuple[memoryview, ...]
 
 @dataclass(frozen=True)
 class Snapshot:
-    """A pinned entry as it is served; without its weights if they can be made again."""
+    """A pinned entry as it is served. `weights` is None if they are recomputed on request."""
 
     pin: Pin
     index: bytes
@@ -37,12 +36,12 @@ class Snapshot:
 
     @property
     def shards(self) -> Shards:
-        """Views on the weights."""
+        """The weights cut into shards (views, not copies); empty if they are not held."""
         return () if self.weights is None else tuple(shards_of(self.weights))
 
 
 class Consensus:
-    """The weights of one block at the head of a log, and the way to its older versions."""
+    """The weights of one block at the head of its log, and what older versions are rebuilt from."""
 
     def __init__(
         self, weights: Quanta, codec: UpdateCodec, block: int, light: bool = False
@@ -52,11 +51,11 @@ class Consensus:
         self.steps: dict[bytes, FixedUpdate] = {}  # entry digest -> its step, of the newest
         self.updates: dict[bytes, list[bytes]] = {}  # entry digest -> the encoded updates in it
         self.snapshots: dict[bytes, Snapshot] = {}  # entry digest -> its weights
-        self._again: dict[bytes, Quanta] = {}  # light: snapshots that were asked for, by name
-        self._asked = False
+        self._again: dict[bytes, Quanta] = {}  # recomputed snapshots, by the digest of their index
+        self._asked = False  # whether `_again` was needed since the last `prune`
 
     def copy(self) -> Consensus:
-        """This version, whatever becomes of the original. The arrays are shared."""
+        """An independent copy that shares the arrays."""
         other = Consensus(self.weights, self.codec, self.block, self.light)
         other.steps, other.updates = dict(self.steps), dict(self.updates)
         other.snapshots = dict(self.snapshots)
@@ -64,7 +63,7 @@ class Consensus:
         return other
 
     def whole(self, log: ConsensusLog) -> Consensus:
-        """A copy as it is held of a block that is trained."""
+        """A copy that is not `light`: with its snapshots and newest steps in memory."""
         other = self.copy()
         other.light = False
         for digest, held in self.snapshots.items():
@@ -77,17 +76,17 @@ class Consensus:
         return other
 
     def recent_steps(self, log: ConsensusLog) -> tuple[FixedUpdate, ...]:
-        """The last steps, whose sum is the trend; every replica of this head must get the same one.
+        """The last steps, whose sum is the trend: every replica at this head must get the same one.
 
-        So it begins no earlier than the older snapshot: that is where newcomers begin. Empty while
-        the run is younger than its first step, or if we hold too few steps (we had to start from
-        the newer snapshot): then our step may differ from the others', and we will move to theirs.
+        So only steps since the older snapshot count, which newcomers have too. Empty before the
+        run's first step, or if we lack some of these steps because we started from the newer
+        snapshot: our next step may then differ from the others', and we will move to theirs.
         """
         recent = [self.step_of(entry) for entry in log.steps_kept()[-TREND_ROUNDS:]]
         return tuple(step for step in recent if step is not None) if None not in recent else ()
 
     def step_of(self, entry: Entry) -> FixedUpdate | None:
-        """The step of an entry, made again from its updates if need be; None if it cannot be."""
+        """The step of an entry, recomputed from its updates if not held; None if neither is."""
         held = self.steps.get(entry.digest)
         if held is None and entry.digest in self.updates:
             updates = self.updates[entry.digest]
@@ -95,7 +94,7 @@ class Consensus:
         return held
 
     def _fill_steps(self, log: ConsensusLog) -> None:
-        """Hold the steps that the next judgement of updates needs, and no others."""
+        """Hold exactly the steps that judge the next updates (none if `light`)."""
         newest = () if self.light else log.steps_kept()[-TREND_ROUNDS:]
         found = ((entry.digest, self.step_of(entry)) for entry in newest)
         self.steps = {digest: step for digest, step in found if step is not None}
@@ -103,7 +102,7 @@ class Consensus:
     def advance(
         self, entry: Entry, new: Quanta, step: FixedUpdate, updates: Sequence[bytes]
     ) -> None:
-        """Make a step that was computed here: `new` are the weights after it."""
+        """Append a step that is already computed: `new` are the weights after it."""
         self.weights = new
         self.updates[entry.digest] = list(updates)
         if not self.light:
@@ -112,13 +111,12 @@ class Consensus:
                 del self.steps[old]
 
     def follow(self, entry: Entry, updates: Sequence[bytes]) -> None:
-        """Make a step from the updates that went into it, as a follower does."""
+        """Append a step by replaying the updates that went into it."""
         new, step = replay(self.weights, entry, updates, self.codec, self.block)
         self.advance(entry, new, step, updates)
 
     def roll_back(self, undone: Sequence[Entry]) -> bool:
-        """Undo these entries (newest first). False, and nothing changes, if their steps are not
-        here."""
+        """Undo these entries (newest first). False, and nothing changes, if a step is missing."""
         back = self.before(undone)
         if back is None:
             return False
@@ -129,7 +127,7 @@ class Consensus:
         return True
 
     def before(self, undone: Sequence[Entry]) -> Ints | None:
-        """The weights before these entries (newest first), or None if their steps are not here."""
+        """The weights before these entries (newest first), or None if a step is missing."""
         back = self.weights.astype(np.int64)
         for entry in undone:
             step = self.step_of(entry)
@@ -139,7 +137,7 @@ class Consensus:
         return back
 
     def restart(self, entry: Entry, weights: Quanta) -> None:
-        """Start from a snapshot."""
+        """Drop everything and start from a snapshot, whose digest is checked."""
         if weights_digest(weights) != entry.weights:
             raise LogError(f"the snapshot of round {entry.round} is not its consensus")
         self.weights = weights
@@ -148,7 +146,10 @@ class Consensus:
         self.snapshots.clear()
 
     def go_on(self, log: ConsensusLog, start: Entry, data: Mapping[bytes, Sequence[bytes]]) -> None:
-        """From the weights of `start`, which we hold, to the head of `log`; pin on the way."""
+        """Replay from `start`, where we are, to the head of `log`, taking its snapshots on the way.
+
+        `data` has the encoded updates of each entry by its digest.
+        """
         pinned = {entry.digest for entry in log.pinned()}
         if start.digest in pinned and start.digest not in self.snapshots:
             self._pin(start)
@@ -160,9 +161,9 @@ class Consensus:
         self.prune(log)
 
     def prune(self, log: ConsensusLog, index: bytes | None = None) -> None:
-        """Take a snapshot if one is due, and forget what nobody may ask for any more.
+        """Take a snapshot if one is due, and drop what is no longer served.
 
-        `index` is the snapshot's, if somebody has made it already: it takes a while.
+        `index` is the snapshot's index if it is already computed, since that takes a while.
         """
         pinned = {entry.digest for entry in log.pinned()}
         if log.head.digest in pinned and log.head.digest not in self.snapshots:
@@ -182,9 +183,10 @@ class Consensus:
         self.snapshots[entry.digest] = Snapshot(pin, index, None if self.light else self.weights)
 
     def snapshot_weights(self, log: ConsensusLog, snapshot: Snapshot) -> Quanta | None:
-        """Those of a snapshot; None if they cannot be made again. May take seconds.
+        """The weights of a snapshot, recomputed if not held, which may take seconds.
 
-        They are kept until nobody has asked for them between two rounds.
+        None if that is not possible. Recomputed weights are kept until a round passes in which no
+        peer asked for any.
         """
         if snapshot.weights is not None:
             return snapshot.weights
@@ -204,7 +206,7 @@ class Consensus:
         return next((s for s in self.snapshots.values() if s.pin.snapshot == name), None)
 
     def oldest_start(self, log: ConsensusLog) -> tuple[Entry, Snapshot] | None:
-        """The oldest snapshot from which we hold every step to the head."""
+        """The oldest snapshot from which we hold the updates of every entry up to the head."""
         for entry in log.pinned():
             snapshot = self.snapshots.get(entry.digest)
             later = [e for e in log.entries if e.round > entry.round]

@@ -1,8 +1,7 @@
-"""The copies of other blocks that a worker reads, with relay and look-ahead: renewed every round.
+"""The copies of other blocks that a worker reads (relay and look-ahead), renewed every round.
 
-Decides which version of which block a round's training should read, when to ask for it, and that
-a block that nobody answers for stays as it is: training goes on with it. How a log is followed is
-`follow.py`'s.
+Chooses which version of each block a round's training reads and when to fetch it. If no replica of
+a block answers, training goes on with the old copy. Following the logs is `follow.py`'s task.
 """
 
 from __future__ import annotations
@@ -29,13 +28,13 @@ from swarm.runfile import RunFile
 
 _log = logging.getLogger(__name__)
 
-TRIES_PER_ROUND = 6  # what is not there yet is asked for again
+TRIES_PER_ROUND = 6  # how often a late copy is asked for
 
 Renew = Callable[[dict[int, Quanta]], Awaitable[None]]
 
 
 class Copies:
-    """Followers of the blocks that `block` reads. `renew` hands weights to the trainer."""
+    """Followers of all blocks that `block` reads. `renew` hands new weights to the trainer."""
 
     def __init__(
         self,
@@ -62,30 +61,30 @@ class Copies:
                 ask_s=run_file.rounds.period_s / 2,
             )
             self.followers[other] = Follower(settings, initial_flat(run, other), peers, donors)
-        self.muted = False  # over its budget
+        self.muted = False  # the host is over its budget: renew nothing
         self._number = -1
         self._began = asyncio.Event()
 
     def adopt(self, followers: Mapping[int, Follower]) -> None:
-        """Go on with copies that were followed before, for another block."""
+        """Take over followers from the previous `Copies`, when this host changes its block."""
         for block, follower in followers.items():
             if block in self.followers:
-                # It asked the work on that other block for donors, and would keep all of it.
+                # The old callback would keep everything of the previous block in memory.
                 follower.donors = self._donors
                 self.followers[block] = follower
 
     def held(self, block: int) -> tuple[ConsensusLog, Consensus] | None:
-        """What we have of a block that we follow, for whoever asks."""
+        """The log and consensus of a block that we follow, to be served to peers."""
         follower = self.followers.get(block)
         return None if follower is None else (follower.log, follower.consensus)
 
     def begin(self, number: int) -> None:
-        """Round `number` has opened its exchange."""
+        """Tell `run` that the exchange of round `number` has opened."""
         self._number = number
         self._began.set()
 
     def wanted(self, number: int) -> dict[int, int]:
-        """Block -> the round whose consensus training reads while round `number` is on."""
+        """Block -> the round whose consensus training reads, once round `number` has exchanged."""
         run = self.run_file.run
         versions = upstream_versions(self.block, number + 1, run.training.staggered)
         wanted = {block: version - 1 for block, version in enumerate(versions)}
@@ -97,14 +96,14 @@ class Copies:
         return tuple(max(0, wanted[b] - f.round) for b, f in self.followers.items())
 
     def weights(self) -> dict[int, Quanta]:
-        """Those that we have. Of the others training reads the run's first weights."""
+        """The copies that we have. For other blocks training reads the run's initial weights."""
         return {b: f.consensus.weights for b, f in self.followers.items() if f.round >= 0}
 
     async def catch_up(self, number: int) -> None:
-        """Before our first step, which is in round `number`: what the others read in it.
+        """Fetch the copies that replicas read in round `number`, which holds our first step.
 
-        With the first weights instead a block would get used to what nobody else reads. Of a block
-        that nobody answers for there is nothing to wait for.
+        Trained on the initial weights instead, a block would adapt to inputs that no other replica
+        has. A block with no answering replica is not waited for.
         """
         wanted = self.wanted(number - 1)
         late = [block for block, f in self.followers.items() if f.round < wanted[block]]
@@ -127,7 +126,7 @@ class Copies:
                         await self._began.wait()
 
     def _ready_s(self, number: int) -> float:
-        """When what round `number` decides can be there: an exchange without faults is over."""
+        """The earliest time at which the consensus of round `number` can exist."""
         rules = self.run_file.rounds
         opened_s = rules.start_s + number * rules.period_s
         return opened_s + rules.deadline_floor_s + rules.vote_window_s
@@ -138,7 +137,7 @@ class Copies:
         moved = await asyncio.gather(*(self._advance(block, wanted[block]) for block in late))
         followers = {b: self.followers[b] for b, did in zip(late, moved, strict=True) if did}
         for block, follower in followers.items():
-            with suppress(TrainerError):  # it gets them again when it is back
+            with suppress(TrainerError):  # a restarted trainer gets all copies again
                 await self.renew({block: follower.consensus.weights})
 
     async def _advance(self, block: int, to_round: int) -> bool:

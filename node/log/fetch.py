@@ -1,8 +1,8 @@
-"""Getting a block's consensus log from its replicas: entries, aggregates, snapshots.
+"""Download a block's consensus log from its replicas: entries, encoded updates, snapshots.
 
-Decides whom to ask for what, in which order, and what to do with a donor that gives something
-else than its digest stands for: drop it, name it, ask the next. Knows nothing of votes or
-training. Used by replicas that catch up, by followers of other blocks, and by the assembler.
+Donors are asked one after another, for a snapshot several at once. Content that does not match its
+digest is dropped, its donor is listed as a liar, and the next one is asked. Used by replicas that
+catch up, by followers of other blocks, and by the assembler.
 """
 
 from __future__ import annotations
@@ -31,13 +31,12 @@ M = TypeVar("M", bound=Message)
 Quanta = npt.NDArray[np.int32]
 
 SHARDS_AT_ONCE = 4
-# What replicas read from the log looks back so far (scores: 28 entries). With less, a replica would
-# judge updates otherwise than the rest.
+# Entries that replicas need to judge updates alike: scores look back 28 entries, the furthest.
 MIN_HISTORY = 32
 
 
 class Peers(Protocol):
-    """What is needed of the network: ask a peer something before a deadline."""
+    """What is needed of the network: requests to peers, with a deadline."""
 
     async def ask(
         self,
@@ -47,11 +46,11 @@ class Peers(Protocol):
         deadline_s: float,
         max_payload_bytes: int | None = None,
     ) -> tuple[M, bytes]:
-        """The answer and its payload; a `WireError` if there is none in time."""
+        """The answer and its payload. Raises `WireError` if there is none in time."""
 
 
 class FetchError(WireError):
-    """No donor gave what was asked for. `liars` gave something else under its name."""
+    """No donor gave what was asked for. `liars` sent content that does not match its digest."""
 
     def __init__(self, message: str, liars: Sequence[str] = ()) -> None:
         super().__init__(message)
@@ -60,7 +59,7 @@ class FetchError(WireError):
 
 @dataclass(frozen=True)
 class RemoteLog:
-    """A checked chain of entries, and the snapshots that its donor has."""
+    """A donor's chain of entries, checked, and the snapshots that it has."""
 
     entries: tuple[Entry, ...]
     pins: tuple[Pin, ...]  # oldest first
@@ -68,8 +67,8 @@ class RemoteLog:
     def starts(self, entries: Sequence[Entry]) -> list[Pin]:
         """The snapshots that a move along `entries` may have to start from.
 
-        None if the donor's oldest one stands before them: it keeps every step since that one, so
-        nothing but steps has to be fetched.
+        Empty if the donor's oldest snapshot is older than `entries`: it then has the updates of all
+        of them, and no snapshot is needed.
         """
         named = {entry.digest for entry in entries}
         if self.pins and self.pins[0].entry not in named and self.pins[0].round < entries[-1].round:
@@ -79,18 +78,18 @@ class RemoteLog:
 
 @dataclass
 class LogFetcher:
-    """Asks the replicas of one block. `purpose` is what the ledger books the bytes under."""
+    """Requests to the replicas of one block. The ledger counts their bytes under `purpose`."""
 
     peers: Peers
     run_id: bytes
     block: int
     codec: UpdateCodec
     purpose: Purpose
-    ask_s: float = CONTROL_DEADLINE_S  # for one question: a silent donor must not take all the time
+    ask_s: float = CONTROL_DEADLINE_S  # per request, so that a silent donor leaves time for others
     liars: list[str] = field(default_factory=list)
 
     async def log(self, donors: Sequence[str], have: bytes, target: bytes | None) -> RemoteLog:
-        """The entries from `have` on (or all that are kept) to `target`, or to the donor's head."""
+        """The entries from `have` (or all that are kept) up to `target`, or to the donor's head."""
         request = messages.LogRequest(
             run=self.run_id, block=self.block, since=have, purpose=self.purpose
         )
@@ -101,7 +100,7 @@ class LogFetcher:
                 wanted = target or reply.consensus
                 cut = next((i for i, e in enumerate(entries) if e.digest == wanted), None)
                 if cut is None:
-                    continue  # it has moved on, or has not got there yet
+                    continue  # this donor is on another branch, or not there yet
                 entries = entries[: cut + 1]
                 check_chain(entries, wanted)
             except WireError:
@@ -133,7 +132,7 @@ class LogFetcher:
                 )
             except WireError:
                 continue
-            with suppress(WireError):  # what came whole and is not even a list is a lie too
+            with suppress(WireError):  # a malformed list counts as a lie: the frame arrived intact
                 updates = unpack_updates(payload, longest)
                 if [content_digest(update) for update in updates] == included:
                     return updates
@@ -143,8 +142,8 @@ class LogFetcher:
     async def snapshot(self, donors: Sequence[str], pin: Pin, size: int) -> Quanta:
         """The weights of a pinned entry, in shards from several donors at once.
 
-        A donor that fails loses its place; its shards go to the others. Every shard is checked by
-        its digest, so one poisoned donor costs one shard.
+        A donor that fails is dropped and its shards are fetched from the others. Every shard is
+        checked by its digest, so a malicious donor costs one shard.
         """
         index = await self._index(donors, pin, size)
         shards: dict[int, bytes] = {}
@@ -201,6 +200,6 @@ class LogFetcher:
 
 
 def _reaches_back(entries: Sequence[Entry], have: bytes) -> bool:
-    """Whether a chain goes on where we are, begins with the run, or is long enough."""
+    """Whether a chain continues ours, starts with the run, or has `MIN_HISTORY` entries."""
     first = entries[0]
     return have in (first.digest, first.parent) or first.round < 0 or len(entries) >= MIN_HISTORY

@@ -1,14 +1,14 @@
-"""Following the log of a block that one does not train: for relay copies and for assembly.
+"""Follow the log of a block that this host does not train, for relay copies and for assembly.
 
-Holds the block's consensus as of a chosen round and moves it forward by the updates that went into
-each round; only a first or a long-missed copy costs a snapshot. Asks several replicas and believes
-what most of them say of a round; once the copy's own log names contributors, what most of those
-say, as long as enough of them answer. Knows nothing of what the copy is used for.
+A follower holds the block's consensus as of some round and moves it forward by replaying the
+updates of each round; only a first copy, or one far behind, fetches a snapshot. It asks several
+replicas and takes the entry that most of them have. Once its own log names contributors, only
+theirs count, as long as enough of them answer.
 
-Known limits: a first copy has no log to know contributors from. Who makes up most of the donors
-then is believed, and is what the copy calls contributors afterwards. Only who says up to which
-round to move (`to_round`) tells us the time: without it two contributors that stopped long ago hold
-a copy back, since a block that rests looks the same.
+Known limits: a first copy knows no contributors yet, so a majority of dishonest donors is believed
+and counts as the contributors from then on. Without `to_round` a follower does not know how far the
+run is: two contributors that stopped long ago then hold it back, since an idle block looks the
+same.
 """
 
 from __future__ import annotations
@@ -37,7 +37,7 @@ from swarm.learning.flat import Floats
 _log = logging.getLogger(__name__)
 
 DONORS_ASKED = 4
-ASKED_PER_LOOK_UP = 8  # so often the same donors are asked before they are looked up again
+ASKED_PER_LOOK_UP = 8  # times that the same donors are asked before donors are looked up again
 LIARS_KEPT = 256
 
 Donors = Callable[[int], Awaitable[Sequence[str]]]
@@ -45,8 +45,10 @@ Donors = Callable[[int], Awaitable[Sequence[str]]]
 
 @dataclass(frozen=True)
 class FollowSettings:
-    """Which log, for what. `to_train`: whoever trains the block judges updates by the log's last
-    steps, so a copy for that begins with the older snapshot, which has them all behind it."""
+    """Which log to follow and for what purpose.
+
+    `to_train`: start from the older snapshot, since judging updates takes the steps after it.
+    """
 
     run_id: bytes
     block: int
@@ -58,7 +60,7 @@ class FollowSettings:
 
 
 class Follower:
-    """A copy of one block. `donors` finds its replicas."""
+    """A copy of one block that follows its log. `donors` finds replicas of a block."""
 
     def __init__(
         self, settings: FollowSettings, first_weights: Floats, peers: Peers, donors: Donors
@@ -69,20 +71,20 @@ class Follower:
         self.log = ConsensusLog((first,), settings.snapshot_every)
         self.consensus = Consensus(start, settings.codec, settings.block, light=True)
         self.liars: set[str] = set()
-        self._known: tuple[list[str], int] = ([], 0)  # donors, and how often to ask them still
+        self._known: tuple[list[str], int] = ([], 0)  # donors, and how often they may still be used
 
     @property
     def round(self) -> int:
-        """The round whose consensus this copy is; -1 is the run's first weights."""
+        """The round whose consensus this copy is; -1 for the run's initial weights."""
         return self.log.head.round
 
     def weights(self) -> Floats:
         return to_float(self.consensus.weights)
 
     async def advance(self, to_round: int | None = None) -> bool:
-        """Move to the newest consensus, or to that of `to_round`; whether there was a newer one.
+        """Move to the newest consensus, at most that of `to_round`. Return whether it moved.
 
-        Raises `FetchError` if no replica answers: the copy stays as it was, and usable.
+        Raises `FetchError` if no replica answers; the copy stays usable as it was.
         """
         donors, left = self._known
         if not left:
@@ -91,7 +93,7 @@ class Follower:
                 [d for d in voters_first(found, self.log) if d not in self.liars][:DONORS_ASKED],
                 ASKED_PER_LOOK_UP,
             )
-        self._known = ([], 0)  # unless all goes well
+        self._known = ([], 0)  # set again below if all donors answer
         fetcher = self._fetcher()
         logs = await self._ask_all(fetcher, donors)
         chosen, supporters = self._choose(logs, to_round)
@@ -117,7 +119,7 @@ class Follower:
         if liars:
             self._known = ([], 0)
         self.liars.update(liars)
-        if len(self.liars) > LIARS_KEPT:  # identities are free; a liar that comes back is found out
+        if len(self.liars) > LIARS_KEPT:  # identities are free; a returning liar is caught again
             self.liars = set(liars)
 
     def _fetcher(self) -> LogFetcher:
@@ -139,10 +141,10 @@ class Follower:
     def _choose(
         self, logs: dict[str, RemoteLog], to_round: int | None
     ) -> tuple[Entry | None, list[str]]:
-        """The entry to move to, and who has it: the newest that most of the witnesses have.
+        """The entry to move to (None if there is none), and the donors that have it.
 
-        If no newer entry is with most of them: the best supported. A donor that made up rounds of
-        its own is alone with them.
+        It is the newest entry that a majority of the witnesses have; without one, the newest that
+        any witness has. A donor that invents rounds is the only one to have them.
         """
         witnesses = self._witnesses(logs, to_round)
         holders: dict[bytes, list[str]] = {}
@@ -164,11 +166,11 @@ class Follower:
         return best, voters_first(holders[best.digest], self.log) if best else []
 
     def _witnesses(self, logs: dict[str, RemoteLog], to_round: int | None) -> list[str]:
-        """Whose word counts: of the donors those that may vote by our own log, if they are enough.
+        """The donors whose logs count: those with a vote by our own log, if there are enough.
 
-        Strangers may all be one person with a long log that it made up. But our log may be old,
-        and most of the block another one since: two of those whom it knows speak for it, or half
-        of them, and one that is left of many is a donor like the others.
+        Strangers may all be one attacker with a long invented log. But our log may be old and the
+        block's replicas may have changed: so at least two of its voters must have answered, or
+        half of them. With fewer, all donors count alike.
         """
         there = [donor for donor in logs if not self._was_left(donor, logs, to_round)]
         voters = self.log.eligible_voters()
@@ -177,9 +179,9 @@ class Follower:
         return known if known and enough else there
 
     def _was_left(self, donor: str, logs: dict[str, RemoteLog], to_round: int | None) -> bool:
-        """Whether a donor stands no further than we do while most of the others went on for long.
+        """Whether a donor is no further than we are while most others are far ahead.
 
-        As far as rounds can have gone on: a made-up log may claim any.
+        The others count as ahead only up to `to_round`: an invented log may claim any round.
         """
         if to_round is None or logs[donor].entries[-1].round > self.round:
             return False

@@ -1,8 +1,8 @@
-"""The version of a consensus before the present one, kept as room for the next one.
+"""Reuse the array of the previous consensus for the next one.
 
-A new array of 100 MB comes from the system page by page, each page zeroed: twice the time of
-writing the weights to it. So two arrays take turns. Decides when the older one may be written to:
-when nobody else holds it. Knows nothing of rounds, nor of what a version is.
+The system hands out a new array of 100 MB page by page and zeroes each page, which takes twice as
+long as writing the weights to it. So two arrays take turns; the older one is reused if nothing else
+refers to it.
 """
 
 from __future__ import annotations
@@ -15,21 +15,20 @@ OWN_REFERENCES = 2  # while it is asked: a local name, and the argument of `getr
 
 
 class Room:
-    """All calls are from the loop's thread."""
+    """Holds the previous version's array. To be called from the event loop's thread only."""
 
     def __init__(self) -> None:
         self._kept: Quanta | None = None
 
     def keep(self, weights: Quanta) -> None:
-        """They are about to be the older version."""
+        """Keep an array that the next version is about to replace."""
         self._kept = weights
 
     def take(self, size: int) -> Quanta | None:
-        """An array of `size` weights to write to, if there is one that is ours alone; given once.
+        """Give away the kept array if it has `size` weights and no other references, else None.
 
-        A snapshot, a saved moment or a reader that still runs holds a version as an array, a view
-        or a memoryview of it. All of these count as references (as they do for `ndarray.resize`),
-        and an array that has no others cannot get a new one: nobody could find it.
+        Snapshots, saved states and running readers hold arrays, views or memoryviews, all of which
+        count as references (as for `ndarray.resize`). An array without others cannot gain one.
         """
         weights, self._kept = self._kept, None
         if weights is None or len(weights) != size or weights.base is not None:

@@ -1,15 +1,15 @@
-"""This machine: files, processes, memory, devices, clocks. Knows nothing of swarms or models.
+"""This machine: files, processes, memory, devices, clocks. Independent of swarms and models.
 
-atomic           files that are there whole or not at all
-tensor_file      tensors and their facts in one such file
-child_process    a child that leaves with its parent
-event_loop       uvloop, and SIGTERM that ends it like Ctrl-C
-tasks            work in the background
-going_on         what a loop does about an error that nobody foresaw
-memory           how much there is; how this process gives it back
+atomic           atomic file writes; folder locks
+tensor_file      tensors and metadata in one such file
+child_process    child processes that end with their parent
+event_loop       uvloop; SIGTERM ends it like Ctrl-C
+tasks            background tasks
+going_on         log an unexpected error in a loop and go on
+memory           available memory; settings of the C allocator
 device           CUDA, MPS or CPU; threads; precision
-steady_time      a clock that is never set
-phases           how far the start of this process is
-own_packages     that protocol, swarm and node are ours
+steady_time      a clock that does not follow steps of the wall clock
+phases           timings of this process's start
+own_packages     check that protocol, swarm and node are ours
 whole_import     Ctrl-C while torch is imported
 """

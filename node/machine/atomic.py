@@ -1,7 +1,6 @@
-"""Files that are there whole or not at all, whatever is killed when; a folder for one writer.
+"""Atomic and durable file writes, and a lock that gives a folder a single writer.
 
-Decides how a file comes into place and what a person is told when it cannot. Knows nothing of what
-is written.
+A failure becomes a `StorageError` that says what a person can do.
 """
 
 from __future__ import annotations
@@ -21,23 +20,23 @@ from protocol.errors import BlockswarmError
 Write = Callable[[Path], None]
 
 HALF = ".blockswarm.tmp"
-"""How the name of a file ends that is not whole yet: what others leave in a folder is not ours."""
+"""Ending of the names of our unfinished files, to tell them from files of other programs."""
 
 
 class StorageError(BlockswarmError):
-    """A file could not be written: a full disk, a folder of somebody else's, one in use."""
+    """A file could not be written: the disk is full, or the folder not writable or in use."""
 
 
 def write_atomically(path: Path, write: Write) -> None:
-    """Let `write` fill a file beside `path`, make it durable, then put it in place of `path`."""
+    """Let `write` fill a temporary file beside `path`, sync it, then rename it to `path`."""
     write_together({path: write})
 
 
 def write_together(files: Mapping[Path, Write]) -> None:
-    """Write files of one folder that belong together; the last one vouches for the others.
+    """Write files of one folder that belong together; the last one marks the set as complete.
 
-    All are complete and durable under other names before any of them appears. The old last file
-    goes first and the new one comes last: whoever finds it finds the others of the same writing.
+    All are complete and durable under temporary names before any is renamed. The old last file is
+    removed first and the new one appears last, so that it is only ever found with its own set.
     """
     halves = {path: _half(path) for path in files}
     *_, last = files
@@ -64,7 +63,7 @@ def remove_file(path: Path) -> None:
 
 @contextmanager
 def hold_folder(folder: Path) -> Iterator[None]:
-    """Make the folder and be the only one who holds it; the lock ends with the process.
+    """Create the folder and hold an exclusive lock on it, which ends with the process at latest.
 
     Half-written files that a killed process left there are removed.
     """
@@ -79,7 +78,7 @@ def hold_folder(folder: Path) -> Iterator[None]:
                 f"another process is training in {folder}", "wait for it, or choose another folder"
             ) from error
         except OSError:
-            pass  # a file system without locks: nobody can hold it, and nobody is kept out
+            pass  # a file system without locks: go on without one
         for left in folder.glob(f".*{HALF}"):
             _remove_quietly(left)
         yield
@@ -115,7 +114,7 @@ def _half(path: Path) -> Path:
 
 
 def _remove_quietly(path: Path) -> None:
-    with suppress(OSError):  # the error that matters is already on its way
+    with suppress(OSError):  # must not hide the error that is being raised
         path.unlink(missing_ok=True)
 
 

@@ -1,6 +1,6 @@
-"""A child that leaves with its parent, however that went: by kill -9, too.
+"""Let a child process end with its parent, also when that is killed with SIGKILL.
 
-Knows nothing of what the child does. Only Linux can; elsewhere children notice by their own means.
+Linux only; elsewhere the child has to notice it by itself.
 """
 
 from __future__ import annotations
@@ -18,11 +18,11 @@ def _libc() -> Any:
     return None
 
 
-_LIBC = _libc()  # loaded here: between fork and exec nothing may be
+_LIBC = _libc()  # loaded at import: loading is not safe between fork and exec
 _PR_SET_PDEATHSIG = 1
 
 
 def leave_with_parent() -> None:
-    """In a child, at its start: SIGTERM when the thread that started it is gone."""
+    """Called in a new child: it gets SIGTERM when the thread that started it ends."""
     if _LIBC is not None:
         _LIBC.prctl(_PR_SET_PDEATHSIG, signal.SIGTERM)

@@ -1,9 +1,9 @@
-"""Which device computes, with how many threads and in which precision.
+"""Choose the device, the number of threads and the precision, once at the start of a process.
 
-Decides once, at the start of a process. CUDA, then MPS, then CPU. bf16 autocast only on devices
-that compute with it. A CPU that does not is up to 60 times slower with it; one that does trains a
-block of width 512 1.3 times as fast (EPYC with avx512_bf16, one thread, 2.2 and 1.6 s a step), and
-one of width 128 no faster.
+CUDA is preferred, then MPS, then CPU. bf16 autocast is used only where the hardware computes in
+bf16. A CPU that does not is up to 60 times slower with it; one that does trains a block of width
+512 1.3 times as fast (EPYC with avx512_bf16, one thread, 1.6 instead of 2.2 s a step), and one of
+width 128 no faster.
 """
 
 from __future__ import annotations
@@ -21,7 +21,7 @@ CPU_BF16_FLAGS = {"avx512_bf16", "amx_bf16"}
 
 
 def choose_device(name: str = "auto") -> torch.device:
-    """The best device that is there, or the named one; a clear refusal if it is not."""
+    """The best available device, or the named one. Raises `UsageError` if that is not there."""
     there = available_devices()
     if name == "auto":
         return torch.device(there[0].split(":")[0])
@@ -34,7 +34,7 @@ def choose_device(name: str = "auto") -> torch.device:
 
 
 def available_devices() -> list[str]:
-    """Every device that can be named, the best first."""
+    """All device names that `choose_device` takes, the best first."""
     cuda = [f"cuda:{index}" for index in range(torch.cuda.device_count())]
     found = cuda if torch.cuda.is_available() else []
     mps = ["mps"] if torch.backends.mps.is_available() else []
@@ -42,7 +42,7 @@ def available_devices() -> list[str]:
 
 
 def autocast_dtype(device: torch.device, width: int) -> torch.dtype | None:
-    """The precision that a model's forward pass may drop to, or None for fp32 throughout."""
+    """The autocast precision for a model of this width, or None for fp32 throughout."""
     if device.type == "cpu":
         helps = width >= CPU_BF16_WIDTH and bool(CPU_BF16_FLAGS & _cpu_flags())
         return torch.bfloat16 if helps else None
@@ -54,7 +54,7 @@ def autocast_dtype(device: torch.device, width: int) -> torch.dtype | None:
 
 
 def _cpu_flags(path: Path = Path("/proc/cpuinfo")) -> set[str]:
-    """What Linux says that the CPU can do; nothing elsewhere."""
+    """The CPU's feature flags on Linux; empty elsewhere."""
     try:
         lines = path.read_text().splitlines()
     except OSError:
@@ -63,10 +63,10 @@ def _cpu_flags(path: Path = Path("/proc/cpuinfo")) -> set[str]:
 
 
 def make_deterministic(threads: int | None = None) -> None:
-    """Equal seeds give equal bits on one device with one number of threads."""
+    """Make equal seeds give equal bits on one device with one number of threads."""
     os.environ.setdefault("CUBLAS_WORKSPACE_CONFIG", ":4096:8")  # cuBLAS asks for it
-    # The same as use_deterministic_algorithms(True, warn_only=True), which would import torch's
-    # compiler, seconds at every start, to tell it as well; nothing here is compiled.
+    # The same as use_deterministic_algorithms(True, warn_only=True), which would also import
+    # torch's compiler: seconds at every start, and nothing here is compiled.
     torch.set_deterministic_debug_mode("warn")
     if threads is not None:
         if not 1 <= threads <= MAX_THREADS:

@@ -1,7 +1,4 @@
-"""One event loop for a process: uvloop where it exists, and SIGTERM ends it as Ctrl-C does.
-
-Knows nothing of what runs on it.
-"""
+"""Run a process's event loop: uvloop where it exists. SIGTERM ends it as Ctrl-C does."""
 
 from __future__ import annotations
 
@@ -16,7 +13,7 @@ T = TypeVar("T")
 
 
 def run_loop(work: Coroutine[Any, Any, T]) -> T:
-    """Run on uvloop where it exists. SIGTERM ends it like Ctrl-C: what it began is cleaned up."""
+    """Run `work` to its end. On SIGTERM cancel it, let it clean up, raise KeyboardInterrupt."""
     factory, asked = None, False
     usual = signal.getsignal(signal.SIGTERM)
 
@@ -47,6 +44,6 @@ def run_loop(work: Coroutine[Any, Any, T]) -> T:
                 raise KeyboardInterrupt from None
             raise
         finally:
-            # A loop that is closed would leave its handler behind, and nobody would be stopped.
+            # A closed loop leaves its handler installed, and SIGTERM would then do nothing.
             with contextlib.suppress(ValueError, TypeError):
                 signal.signal(signal.SIGTERM, usual)

@@ -1,9 +1,8 @@
-"""What a loop does about an error that nobody foresaw: it says so, and goes on.
+"""Log an unexpected error in a loop and go on.
 
-For loops that a host cannot do without and that handle what strangers send: an answer that breaks
-our code in a new way must cost that answer, not the host. It is a defect of ours all the same, so
-it is logged as an error, with its traceback; each kind at most once a minute, because a stranger
-could repeat it. Cancellation passes.
+For vital loops that handle input from strangers: input that trips a bug of ours must cost that
+input, not the host. The bug is logged as an error with its traceback; each kind at most once a
+minute, because a stranger could repeat it. Cancellation is not caught.
 """
 
 from __future__ import annotations
@@ -15,12 +14,12 @@ from contextlib import contextmanager
 
 SAY_AGAIN_S = 60.0
 
-_said: dict[tuple[str, str, type[Exception]], float] = {}  # bounded by our own code
+_said: dict[tuple[str, str, type[Exception]], float] = {}  # as many kinds as our code has
 
 
 @contextmanager
 def going_on(log: logging.Logger, what: str, *expected: type[Exception]) -> Iterator[None]:
-    """Leave the block at an error: an `expected` one silently, any other is logged."""
+    """Suppress errors of the block: `expected` ones silently, any other is logged."""
     try:
         yield
     except expected:

@@ -1,9 +1,9 @@
-"""How much memory there is, and how this process gives it back: not after every array.
+"""How much memory is available, and allocator settings that keep freed memory for reuse.
 
-Decides one thing, for the C library's allocator. A round makes and drops hundreds of arrays of some
-megabytes, and so does a training step; glibc returns such a one to the system at once and gets it
-back page by page, each page zeroed anew, which was up to half of the time of decoding an update and
-a tenth of a step's. Arrays above 32 MB are returned as before. Does not know what the arrays are.
+A round makes and drops hundreds of arrays of some megabytes, and so does a training step. By
+default glibc returns each to the system at once and gets it back page by page, zeroed anew: up to
+half of the time of decoding an update, and a tenth of a training step's. Arrays above 32 MB are
+still returned at once.
 """
 
 from __future__ import annotations
@@ -13,21 +13,22 @@ import os
 import sys
 from contextlib import suppress
 
-KEPT_BYTES = 256 << 20  # of free memory at the heap's end, before some of it is returned
-LARGE_BYTES = 32 << 20  # what is mapped, and returned, by itself: the most that glibc allows
+KEPT_BYTES = 256 << 20  # free memory kept at the heap's end before some of it is returned
+LARGE_BYTES = 32 << 20  # above this an array is mapped and returned alone; glibc allows no more
 # glibc's malloc.h
 _M_TRIM_THRESHOLD, _M_MMAP_THRESHOLD, _M_ARENA_MAX = -1, -3, -8
 
 
 def keep_freed_memory() -> bool:
-    """Once, at the start of a process. Whether the allocator is one that could be told."""
+    """Set the allocator, once at the start of a process. False if it is not glibc's."""
     if not sys.platform.startswith("linux"):
         return False
     try:
         mallopt = ctypes.CDLL(None).mallopt
     except (OSError, AttributeError):  # another C library
         return False
-    # One heap for all threads: what one thread frees serves the next, and they share Python's lock.
+    # One heap for all threads, so that they reuse each other's memory; Python's lock keeps them
+    # from competing for it.
     wanted = (
         (_M_TRIM_THRESHOLD, KEPT_BYTES),
         (_M_MMAP_THRESHOLD, LARGE_BYTES),
@@ -37,7 +38,7 @@ def keep_freed_memory() -> bool:
 
 
 def available_memory_bytes() -> int | None:
-    """What the system could give to new processes now; None where it does not say."""
+    """Memory available to new processes now; None if the system does not tell."""
     with suppress(OSError, ValueError, StopIteration, IndexError):
         with open("/proc/meminfo") as file:
             line = next(line for line in file if line.startswith("MemAvailable"))

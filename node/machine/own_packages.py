@@ -1,9 +1,8 @@
-"""Are `protocol`, `swarm` and `node` the ones that belong together?
+"""Check that the packages `protocol`, `swarm` and `node` are ours.
 
-The three names are plain words: another distribution, or a folder beside which Python was started,
-may have them too, and then half of this program is somebody else's. Importing this module is a
-check in itself: a foreign package is told in words before the rest of the command line, which
-cannot be imported then, ends in a traceback. Uses the standard library alone.
+The names are plain words: another distribution, or the folder where Python was started, may have
+packages of the same name. Importing this module runs the check, so that a person reads an error
+message before the rest of the command line fails to import. Uses the standard library alone.
 """
 
 from __future__ import annotations
@@ -22,7 +21,7 @@ MARKS = {"protocol": "SPEC_CODECS.md", "swarm": "runfile.py", "node": "machine/o
 
 @dataclass(frozen=True)
 class Foreign:
-    """A package that is not ours: where it lies, and whose it is if that is known."""
+    """A package that is not ours: its folder, and the distributions that it may belong to."""
 
     name: str
     place: str
@@ -42,7 +41,7 @@ class Foreign:
 
 
 def place_of(name: str) -> str:
-    """The folder from which a top-level package is imported; "" if there is none."""
+    """The folder that a top-level package is imported from; "" if there is no such package."""
     module = sys.modules.get(name)
     spec = module.__spec__ if module is not None else importlib.util.find_spec(name)
     if spec is None or not spec.submodule_search_locations:
@@ -51,7 +50,7 @@ def place_of(name: str) -> str:
 
 
 def foreign(name: str) -> Foreign | None:
-    """Whether this package is another project's: not beside this file, or without its mark."""
+    """The package if it is another project's (elsewhere, or without our marker file), else None."""
     place = place_of(name)
     own = Path(__file__).resolve().parents[2] / name
     if place and Path(place) == own and (own / MARKS[name]).is_file():
@@ -60,13 +59,13 @@ def foreign(name: str) -> Foreign | None:
 
 
 def owners_of(name: str) -> tuple[str, ...]:
-    """Other installed distributions that bring a package of this name."""
+    """Other installed distributions that have a package of this name."""
     found = importlib.metadata.packages_distributions().get(name, [])
     return tuple(sorted({owner for owner in found if owner.lower() != DISTRIBUTION}))
 
 
 def refuse(found: Foreign) -> None:
-    """For a command that cannot go on."""
+    """Print what is wrong and what to try, and exit with code 2."""
     print(
         f"error: the package `{found.name}` that Python finds is not blockswarm's: {found.place}",
         file=sys.stderr,

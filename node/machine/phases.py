@@ -1,6 +1,6 @@
-"""How far the start of this process is: named moments, for the line of figures it leaves behind.
+"""Timings of the phases of this process's start, for the figures that it prints.
 
-One list for the process, because its phases run through every layer. Decides nothing.
+One global list, because the phases run through every layer.
 """
 
 from __future__ import annotations
@@ -13,13 +13,13 @@ _marks: list[tuple[str, float]] = []
 
 
 def mark(phase: str) -> None:
-    """This phase is over. Of a phase that comes again only the first end counts."""
+    """Record that a phase is over. If it is repeated only its first end counts."""
     if all(name != phase for name, _ in _marks):
         _marks.append((phase, since_start_s()))
 
 
 def durations() -> dict[str, float]:
-    """Seconds of every phase, in their order; their sum is the time since the process began."""
+    """Seconds of each phase, in order; their sum is the time from process start to last mark."""
     found, before = {}, 0.0
     for name, at_s in _marks:
         found[name] = round(at_s - before, 3)
@@ -28,7 +28,7 @@ def durations() -> dict[str, float]:
 
 
 def since_start_s() -> float:
-    """Since the kernel started this process, interpreter and imports included."""
+    """Seconds since the kernel started this process, so including interpreter and imports."""
     with suppress(OSError, ValueError, IndexError, AttributeError):
         with open("/proc/self/stat") as file:
             ticks = int(file.read().rpartition(")")[2].split()[19])

@@ -1,9 +1,8 @@
-"""This machine's time of day, from a clock that is never set.
+"""The time of day from a clock that does not follow steps of the wall clock.
 
-Read once from the wall clock; from then on it goes on with the time since boot (which counts a
-suspended machine's sleep too). When NTP or a person steps the wall clock, rounds, records and what
-peers are told stay where they were. Decides nothing about when a step is to be followed after all:
-that is `node.network.peer_clock`'s, which can ask others.
+Read once from the wall clock, then continued with the time since boot (which counts a machine's
+sleep too). When NTP or a person steps the wall clock, rounds and records are not disturbed. Whether
+to follow a step after all is `node.network.peer_clock`'s decision, which can ask peers.
 """
 
 from __future__ import annotations
@@ -19,7 +18,7 @@ def since_boot_s() -> float:
 
 
 class SteadyTime:
-    """Call it for the seconds since 1970."""
+    """A clock; calling it returns the seconds since 1970."""
 
     def __init__(
         self,
@@ -34,15 +33,15 @@ class SteadyTime:
 
     @property
     def stepped_s(self) -> float:
-        """By how much the wall clock was set since it was last followed."""
+        """How far the wall clock is ahead of this one, because it was stepped."""
         return self._wall() - self()
 
     def follow(self) -> float:
-        """Take the wall clock's time again; by how much this one changed."""
+        """Set this clock to the wall clock; return by how much it changed."""
         step_s = self.stepped_s
         self._base_s += step_s
         return step_s
 
     def give_up(self, step_s: float) -> None:
-        """Undo a step that was followed; the wall clock stays as it was set."""
+        """Undo a step that was followed; the wall clock is not touched."""
         self._base_s -= step_s

@@ -1,7 +1,7 @@
-"""Work in the background: kept while it runs, its failures logged, cancelled with its owner.
+"""Background tasks of one owner: referenced while they run, failures logged, cancelled together.
 
-Knows nothing of what the work does. It is kept because the loop itself holds tasks only weakly:
-one that nobody holds may be gone in the middle of its work, and its error with it.
+asyncio's loop holds tasks only weakly: one without other references may be garbage-collected while
+it runs, and its error lost.
 """
 
 from __future__ import annotations
@@ -12,7 +12,7 @@ from collections.abc import Awaitable
 
 
 class BackgroundTasks:
-    """One owner's tasks. `failed`: what `log` says of one that raised, unless it is `expected`."""
+    """One owner's tasks. `failed` is the log message for errors that are not `expected`."""
 
     def __init__(
         self, log: logging.Logger, failed: str, expected: tuple[type[BaseException], ...] = ()
@@ -29,7 +29,7 @@ class BackgroundTasks:
         task.add_done_callback(self._finished)
 
     async def cancel(self, *others: asyncio.Task[None]) -> None:
-        """End what runs now, and these with it: nobody of them goes on while another ends."""
+        """Cancel all running tasks and `others` at the same time, and wait for their end."""
         tasks = [*others, *self._running]
         for task in tasks:
             task.cancel()

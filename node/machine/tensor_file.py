@@ -1,7 +1,7 @@
-"""Tensors and the facts that belong to them, in one file that is there whole or not at all.
+"""Tensors with their metadata ("facts") in one file, written atomically.
 
-Decides the form: safetensors, with the facts as JSON in its header, so that reading one runs no
-code of whoever wrote it. What the facts mean, and whether they fit, is the reader's concern.
+The format is safetensors with the facts as JSON in its header, so reading never runs foreign code.
+Callers check whether the facts make sense.
 """
 
 from __future__ import annotations
@@ -21,11 +21,11 @@ _FACTS = "blockswarm"
 
 
 class DamagedFile(Exception):
-    """The file cannot be read, or is no file of ours; whoever reads it knows what to tell."""
+    """The file cannot be read or is not of our format; the caller words the message to people."""
 
 
 def write_tensors(path: Path, tensors: Mapping[str, Tensor], facts: Mapping[str, Any]) -> None:
-    """Raises `StorageError` if it cannot; what was there before stays."""
+    """Write the file. Raises `StorageError` on failure; an old file is then kept."""
     held = {name: tensor.detach().cpu().contiguous() for name, tensor in tensors.items()}
     about = {_FACTS: json.dumps(facts)}
     write_atomically(path, lambda half: save_file(held, half, about))
@@ -36,7 +36,7 @@ def read_tensors(path: Path) -> tuple[dict[str, Tensor], dict[str, Any]]:
     try:
         with safetensors.safe_open(path, framework="pt") as file:
             facts = json.loads((file.metadata() or {})[_FACTS])
-            names = file.keys()  # it is no dictionary
+            names = file.keys()  # `file` is not iterable
             tensors = {name: file.get_tensor(name) for name in names}
     except FileNotFoundError:
         raise

@@ -1,9 +1,8 @@
-"""A Ctrl-C while torch is imported ends the process at once, and not by SIGABRT.
+"""Make Ctrl-C during `import torch` end the process at once, and not by SIGABRT.
 
-An interrupt that is raised as an exception inside the start of torch's C++ library aborts the
-process. Importing torch takes seconds, so that is no rare moment. It does not wait either: nothing
-has begun yet that would have to be ended in order, but for what was named by `before_stop`.
-Decides nothing else; torch is imported wherever it is needed, through this hook.
+A KeyboardInterrupt raised while torch's C++ library initialises aborts the process, and importing
+torch takes seconds. An import hook therefore exits directly on Ctrl-C, wherever torch is imported:
+nothing has to be shut down yet but what was registered by `before_stop`.
 """
 
 from __future__ import annotations
@@ -25,7 +24,7 @@ _before_stop: dict[Callable[[], None], None] = {}
 
 
 class _Guard:
-    """Finds torch like Python's own finder, and has it loaded with no exception from outside."""
+    """Finds torch like Python's own finder, and wraps its loader in `_Guarded`."""
 
     def find_spec(
         self, name: str, path: Sequence[str] | None = None, target: ModuleType | None = None
@@ -39,7 +38,7 @@ class _Guard:
 
 
 class _Guarded(Loader):
-    """Loads a module by its own loader, and leaves that in its place."""
+    """Loads a module by its original loader under the guard, and then restores that loader."""
 
     def __init__(self, loader: Loader) -> None:
         self._loader = loader
@@ -54,7 +53,7 @@ class _Guarded(Loader):
 
 @contextmanager
 def _stopped_at_once() -> Iterator[None]:
-    """Whoever has a handler of its own keeps it: that one raises nothing where it is called."""
+    """Exit on SIGINT inside the context, unless a handler other than Python's is installed."""
     usual = signal.getsignal(signal.SIGINT) is signal.default_int_handler
     if not usual or threading.current_thread() is not threading.main_thread():
         yield
@@ -74,11 +73,11 @@ def _stop() -> None:
 
 
 def before_stop(action: Callable[[], None]) -> None:
-    """What is to be done before the process ends inside the import. Once, however often named."""
+    """Register an action to run before the process exits from inside the import."""
     _before_stop[action] = None
 
 
 def guard_torch() -> None:
-    """Before the first import of torch; afterwards it changes nothing."""
+    """Install the hook. To be called before the first import of torch, else without effect."""
     if GUARDED not in sys.modules and not any(isinstance(f, _Guard) for f in sys.meta_path):
         sys.meta_path.insert(0, _Guard())

@@ -1,9 +1,9 @@
-"""How a run stands, and how it went.
+"""The status of a run, and reports from event logs.
 
-status     coverage, agreement, who is behind: from signed records
+status     coverage, agreement, late replicas: from signed records
 logs       event logs, read within limits
-hosts      who took part, and how
-figures    GB per nat, CE, participation
-html       the same as a page
-svg        its plots
+hosts      participation of each host, and notable events
+figures    GB per nat, CE over cost, agreement
+html       the report as an HTML page
+svg        the plots of that page
 """

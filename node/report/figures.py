@@ -1,14 +1,12 @@
-"""What event logs say of a run: GB per nat, CE over cost, participation, agreement, what happened.
+"""The figures of a run from its hosts' event logs: GB per nat, CE over cost, agreement.
 
-Decides how the lines of several hosts are counted together. Knows nothing of files, pages or plots.
-
-How bytes are counted. A byte between two hosts is in both their logs. If the logs of all hosts of
-the run are here, the sum of what was sent counts each byte once (`COUNT_SENT`). If some are not,
-what was sent and received by the hosts that are here is counted (`COUNT_BOTH`): the cost of these
-hosts, in which a byte between two of them counts twice. `_all_hosts` tells which.
+How bytes are counted. A byte between two hosts is in both their logs. With the logs of all hosts,
+the sum of sent bytes counts each byte once (`COUNT_SENT`). If logs are missing, sent and received
+bytes of the logged hosts are added (`COUNT_BOTH`): the cost of these hosts, in which a byte between
+two of them counts twice. `_all_hosts` decides which.
 
 How CE is taken. A host may repeat its last measurement on later lines; only a value that differs
-from the one before counts as measured. Hosts of a block that measured in one round are averaged.
+from its last one counts as a measurement. Hosts of a block that measured in one round are averaged.
 """
 
 from __future__ import annotations
@@ -32,19 +30,19 @@ from node.report.hosts import (
 from node.report.logs import Log, ReportError
 from swarm.events import RoundEvent
 
-UNIFORM_CE_NATS = math.log(256)  # of guessing every byte alike: where untrained weights stand
-UNBALANCED = 0.1  # a part of the bytes that may be in flight, or in the lines a crash lost
+UNIFORM_CE_NATS = math.log(256)  # of uniform guessing: the CE of untrained weights
+UNBALANCED = 0.1  # tolerated: bytes in flight, or in lines that a crash lost
 
 COUNT_SENT = "sent"
 COUNT_BOTH = "sent+received"
 
 
-WHICH = ("consensus", "local")  # whose CE: the consensus', or that of running weights
+WHICH = ("consensus", "local")  # CE of the consensus, or of the running weights
 
 
 @dataclass(frozen=True)
 class Scale:
-    """What of the run file turns steps into bytes."""
+    """The parts of a run file that turn steps into bytes."""
 
     run_name: str
     step_bytes: int  # batch times context
@@ -53,8 +51,8 @@ class Scale:
 
 @dataclass(frozen=True)
 class CePoint:
-    """CE after a round, and what it had cost until then. Bytes are the whole run's, the steps and
-    the text seen those of all replicas of the block (for the mean: of an average block)."""
+    """CE after a round and the cost so far: bytes of the whole run; steps and text seen of all
+    replicas of the block (for the mean: of an average block)."""
 
     round: int
     seconds: float
@@ -66,17 +64,20 @@ class CePoint:
 
 @dataclass(frozen=True)
 class CeSeries:
-    """`block` None is the mean over the blocks, from when all of them were measured."""
+    """CE over time of one block; `block` None: the mean of all, once all were measured."""
 
     block: int | None
-    which: str  # consensus, or local: the mean of the running weights of the block's hosts
+    which: str  # "consensus", or "local": the mean CE of its hosts' running weights
     points: tuple[CePoint, ...]
 
 
 @dataclass(frozen=True)
 class BlockRow:
-    """A block: rounds that some logged host decided; rounds for which two or more hosts named a
-    head, those in which all named the same, and the most heads named for one round."""
+    """A block's figures.
+
+    `compared_rounds`: those for which two or more hosts named a head; `agreed_rounds`: those of
+    them with one head; `most_heads`: the most different heads of one round.
+    """
 
     block: int
     hosts: int
@@ -121,12 +122,12 @@ class RunReport:
 
     @property
     def gb_per_nat(self) -> float | None:
-        """All bytes over the nats gained since the first measurement: never too good."""
+        """All bytes over the nats gained since the first measurement: errs on the high side."""
         return self._gb_per_nat(self.first_ce_nats)
 
     @property
     def gb_per_nat_from_uniform(self) -> float | None:
-        """All bytes over the nats gained since guessing: what the run file's weights start from."""
+        """All bytes over the nats gained against uniform guessing, where initial weights start."""
         return self._gb_per_nat(UNIFORM_CE_NATS)
 
     def _gb_per_nat(self, before: float | None) -> float | None:
@@ -162,7 +163,7 @@ class RunReport:
 
 
 def analyse(name: str, logs: Sequence[Log], scale: Scale | None) -> RunReport:
-    """The report of the hosts whose logs these are."""
+    """Compute the report from the hosts' logs."""
     notes = [note for log in logs for note in log.notes] + _twice(logs)
     events = sorted((e for log in logs for e in log.events), key=lambda e: e.time_s)
     if not events:
@@ -227,8 +228,8 @@ def _mean(values: Sequence[float | None]) -> float | None:
 
 
 def _steps(rounds: Sequence[RoundEvent], scale: Scale | None) -> tuple[list[int], list[str]]:
-    """Steps of each line. Early hosts wrote a running total in place of the steps of the round:
-    it only grows, and passes what the run file allows for the rounds since the line before."""
+    """Steps of each line, and notes. Early hosts wrote running totals instead of a round's steps;
+    they are recognised by growing beyond what the run file allows per round."""
     lines: dict[str, list[int]] = defaultdict(list)
     for index, event in enumerate(rounds):
         lines[event.peer].append(index)
@@ -252,7 +253,7 @@ def _steps(rounds: Sequence[RoundEvent], scale: Scale | None) -> tuple[list[int]
 
 
 def _all_hosts(rounds: Sequence[RoundEvent], logged: set[str]) -> tuple[str, str]:
-    """Whether every host of the run is in these logs, so that what was sent is everything."""
+    """How to count bytes, and why: `COUNT_SENT` if the logs of all hosts of the run are here."""
     mentioned = {peer for e in rounds for peer in (*senders(e), *e.agreed, *e.left_out)}
     absent = len(mentioned - logged)
     if absent:
@@ -262,7 +263,7 @@ def _all_hosts(rounds: Sequence[RoundEvent], logged: set[str]) -> tuple[str, str
     sent = received = 0
     for event in rounds:
         for part in event.traffic:
-            # Clients and assemblers keep no event log: their end is always missing.
+            # Clients and assemblers keep no event log, so this traffic is never balanced.
             if part.purpose not in ("assembly", "serving"):
                 sent, received = sent + part.sent_bytes, received + part.received_bytes
     if abs(sent - received) > UNBALANCED * max(sent, received):
@@ -304,7 +305,7 @@ def _series(rows: Sequence[RoundRow], scale: Scale | None) -> tuple[CeSeries, ..
 def _measured(
     rows: Sequence[RoundRow], which: str, scale: Scale | None
 ) -> dict[int, list[CePoint]]:
-    """Block by block: the mean of its hosts' values of a round, with the cost at the last one."""
+    """Block -> its points: the mean of its hosts' CE in a round, and the cost at the last one."""
     last: dict[str, float] = {}
     steps: Counter[int] = Counter()
     found: dict[tuple[int, int], tuple[list[float], CePoint]] = {}
@@ -328,7 +329,7 @@ def _measured(
 
 
 def _average(found: Sequence[CeSeries]) -> tuple[CePoint, ...]:
-    """The mean over blocks at every measurement of any of them."""
+    """The mean over blocks, one point per round in which any block was measured."""
     newest: dict[int | None, CePoint] = {}
     out: list[CePoint] = []
     marked = [(point, one.block) for one in found for point in one.points]
@@ -342,7 +343,7 @@ def _average(found: Sequence[CeSeries]) -> tuple[CePoint, ...]:
         steps = sum(p.steps for p in known) / len(known)
         mean = CePoint(point.round, point.seconds, point.moved_bytes, steps, seen, ce)
         if out and out[-1].round == point.round:
-            out.pop()  # the other blocks' measurements of the same round
+            out.pop()  # replaced: another block was measured in the same round
         out.append(mean)
     return tuple(out)
 

@@ -1,6 +1,5 @@
-"""Who took part in a run and how: hosts, heads of the consensus, restarts, moves, exclusions.
-
-Decides what the lines of all hosts say about each one of them. Knows nothing of CE or plots.
+"""Participation in a run, from all hosts' event logs: a row per host, heads of the consensus, and
+a timeline of restarts, moves and exclusions.
 """
 
 from __future__ import annotations
@@ -15,12 +14,12 @@ from swarm.events import LogEvent, MoveEvent, NodeEvent, RoundEvent, TrustEvent
 
 @dataclass
 class HostRow:
-    """A host by its own lines, and its updates by the lines of the others of its block."""
+    """A host's participation: from its own log and, for its updates, from those of its block."""
 
     peer: str
     logged: bool = False
     blocks: list[int] = field(default_factory=list)
-    outcomes: dict[str, int] = field(default_factory=dict)  # its own lines, by outcome
+    outcomes: dict[str, int] = field(default_factory=dict)  # count of its own lines by outcome
     included: int = 0
     not_included: int = 0
     in_time: int = 0
@@ -48,7 +47,7 @@ class HostRow:
 
 @dataclass(frozen=True)
 class Moment:
-    """A restart, a move, an exclusion."""
+    """An event of the timeline: a restart, a move, an exclusion."""
 
     seconds: float
     peer: str
@@ -58,14 +57,14 @@ class Moment:
 
 @dataclass(frozen=True)
 class RoundRow:
-    """A `round` line with what the run had cost until then: a row of the CSV."""
+    """A `round` line with the run's cost so far: a row of the CSV."""
 
     event: RoundEvent
     seconds: float
     sent_bytes: int
     received_bytes: int
     steps: int
-    moved_bytes: int  # by the whole run until here
+    moved_bytes: int  # by the whole run so far
 
 
 def host_rows(events: Sequence[LogEvent], rows: Sequence[RoundRow]) -> list[HostRow]:
@@ -107,7 +106,7 @@ def senders(event: RoundEvent) -> tuple[str, ...]:
 
 
 def distinct_heads(rounds: Sequence[RoundEvent]) -> dict[tuple[int, int], int]:
-    """Distinct consensus digests for a block and round, if two or more hosts named one."""
+    """(block, round) -> number of distinct consensus digests, if two or more hosts named one."""
     named: dict[tuple[int, int], set[str]] = defaultdict(set)
     hosts: dict[tuple[int, int], set[str]] = defaultdict(set)
     for event in rounds:

@@ -1,7 +1,7 @@
-"""The report as one HTML file that needs nothing else: no script, no request, light and dark.
+"""The report as one standalone HTML file, without scripts or requests, in light and dark.
 
-Decides what a reader sees first and how figures are worded. The figures are `figures`', the
-plots `svg`'s. Whatever peers wrote (ids, reasons, details) is escaped and cut.
+The figures are `figures`', the plots `svg`'s. Text that peers wrote (ids, reasons, details) is
+escaped and shortened.
 """
 
 from __future__ import annotations
@@ -17,7 +17,7 @@ from node.report.svg import Line, bar_chart, byte_unit, clean, line_chart, strip
 MAX_ROWS = 300  # of a table; --json has all
 MAX_BLOCK_LINES = 7  # of a plot, beside the mean
 AXES = ("moved", "seconds", "seen")
-# Of a host in a round, the worst first; the names are CSS classes.
+# States of a host in a round, the worst first; they are names of CSS classes.
 STATES = ("not-included", "undecided", "away", "nothing-sent", "included")
 HEADS = ("three-heads", "two-heads", "one-head")
 
@@ -70,7 +70,7 @@ svg text { font: 12px system-ui, sans-serif; fill: var(--soft); } svg .label { f
 
 
 def page(reports: Sequence[RunReport]) -> str:
-    """The whole file."""
+    """Render reports as one standalone HTML document."""
     body = ["<h1>blockswarm report</h1>", _summary(reports)]
     if len(reports) > 1:
         body.append(_plots([(_label(r), _mean_lines(r)) for r in reports]))
@@ -80,7 +80,7 @@ def page(reports: Sequence[RunReport]) -> str:
     return (
         '<!doctype html><html lang="en"><head><meta charset="utf-8">'
         '<meta name="viewport" content="width=device-width, initial-scale=1">'
-        # Even if something slipped through the escaping, nothing is run and nothing is fetched.
+        # Should something slip through the escaping, nothing is run and nothing is fetched.
         '<meta http-equiv="Content-Security-Policy" content="default-src \'none\'; '
         "style-src 'unsafe-inline'\">"
         f"<title>blockswarm report: {title}</title><style>{STYLE}</style></head><body>"
@@ -98,7 +98,7 @@ def gb(value: float | None) -> str:
 
 
 def short(peer: str) -> str:
-    """The end of an id differs from host to host; its beginning does not."""
+    """The end of a peer id: ids share their beginnings."""
     return peer if len(peer) <= 10 else "…" + peer[-8:]
 
 
@@ -266,7 +266,7 @@ def _figure(caption: str, plot: str) -> str:
 
 
 def state(row: RoundRow) -> str:
-    """What a round was for a host: one of STATES."""
+    """A host's state in a round: one of STATES."""
     event = row.event
     if event.outcome in ("syncing", "missed"):
         return "away"
@@ -378,7 +378,7 @@ def _more(count: int) -> str:
 
 
 def _table(head: str, rows: Sequence[Sequence[str]], text_columns: int | tuple[int, ...]) -> str:
-    """Cells are HTML. `text_columns`: how many first ones, or which, are set to the left."""
+    """A table of HTML cells. `text_columns` are left-aligned: these columns, or so many first."""
     left = range(text_columns) if isinstance(text_columns, int) else text_columns
 
     def css(column: int) -> str:

@@ -1,7 +1,6 @@
-"""Event logs as they lie on disk: read within limits, damaged lines left out and noted.
+"""Read event logs within limits; damaged lines are left out and noted.
 
-Decides how much of a log is read and which lines count. Knows nothing of what they add up to. A
-log can be damaged by a killed writer and holds text that peers chose.
+A log can be damaged by a killed writer, and contains text that peers chose.
 """
 
 from __future__ import annotations
@@ -20,16 +19,16 @@ from swarm.events import (
 )
 
 MAX_LINES = 200_000  # of all logs of a report together: 100 hosts for 2000 rounds
-MAX_BYTES = 128 * 2**20  # likewise; Python objects take some times as much
+MAX_BYTES = 128 * 2**20  # likewise; as Python objects they take several times as much
 
 
 class ReportError(DataError):
-    """Event logs from which no report can be made."""
+    """No report can be made from these event logs."""
 
 
 @dataclass
 class Budget:
-    """How much may still be read."""
+    """What remains of the limits on reading."""
 
     lines: int = MAX_LINES
     size_bytes: int = MAX_BYTES
@@ -37,7 +36,7 @@ class Budget:
 
 @dataclass(frozen=True)
 class Log:
-    """One file's events; `notes` say what was left out of it."""
+    """The events of one file; `notes` say what was left out."""
 
     source: str
     events: tuple[LogEvent, ...]

@@ -1,8 +1,7 @@
-"""How a run stands, from the signed records of its replicas: coverage, agreement, who is behind.
+"""The status of a run, from its replicas' signed records: coverage, agreement, late replicas.
 
-Decides what the numbers of a record mean together; `look` asks the network for them. Imports no
-torch of its own and trains nothing. The figures are what replicas say of themselves: a record is
-signed, but its signer can be wrong, and a host that died is in it until its record expires.
+`look` asks the network. The figures are replicas' own claims: a record is signed, but its signer
+can be wrong, and a host that died is counted until its record expires.
 """
 
 from __future__ import annotations
@@ -23,7 +22,7 @@ from swarm.consensus.updates import UpdateCodec
 from swarm.rounds.clock import round_at
 from swarm.runfile import RunFile
 
-SLACK_ROUNDS = 1  # a record of the round before is normal: the exchange has just opened
+SLACK_ROUNDS = 1  # a record of the previous round is normal just after an exchange has opened
 ASKED_PER_BLOCK = 3
 ASK_S = 5.0
 
@@ -32,7 +31,7 @@ Records = Callable[[int], Awaitable[Sequence[SignedRecord]]]
 
 @dataclass(frozen=True)
 class ReplicaStatus:
-    """One host's record. `behind_rounds` counts from the run's clock."""
+    """One replica's record. `behind_rounds` is relative to the run's clock."""
 
     peer: str
     seed: bool
@@ -43,7 +42,7 @@ class ReplicaStatus:
     behind_rounds: int
     update_bytes: int
     expires_in_s: float
-    ce_nats: float | None = None  # of the consensus, by its own measurement; None: not asked
+    ce_nats: float | None = None  # of the consensus, as it measured; None: unknown or not asked
     own_ce_nats: float | None = None  # of its running weights, likewise
 
     @property
@@ -53,7 +52,7 @@ class ReplicaStatus:
 
 @dataclass(frozen=True)
 class LastRound:
-    """The newest entry of a block's log, as one replica tells it."""
+    """The newest entry of a block's log, as given by one replica."""
 
     round: int
     included: tuple[str, ...]
@@ -63,7 +62,7 @@ class LastRound:
 
 @dataclass(frozen=True)
 class BlockStatus:
-    """A block: its newest head that most live replicas share, and who has it."""
+    """A block: the head that most live replicas share, and its replicas."""
 
     block: int
     consensus: str
@@ -75,12 +74,12 @@ class BlockStatus:
 
     @property
     def ce_nats(self) -> float | None:
-        """The median of what its replicas measured: each on its own bytes, and one may lie."""
+        """The consensus' CE: the median of its replicas', as each has other bytes and may lie."""
         return _median([r.ce_nats for r in self.replicas])
 
     @property
     def own_ce_nats(self) -> float | None:
-        """The same of what its replicas' own weights have."""
+        """The median CE of its replicas' running weights."""
         return _median([r.own_ce_nats for r in self.replicas])
 
     @property
@@ -110,7 +109,7 @@ class BlockStatus:
 
 @dataclass(frozen=True)
 class RunStatus:
-    """The whole run at one moment."""
+    """The status of a whole run at one moment."""
 
     run: str
     name: str
@@ -151,8 +150,8 @@ class RunStatus:
 def block_status(
     block: int, records: Sequence[SignedRecord], current_round: int, needed: int, now_s: float
 ) -> BlockStatus:
-    """What the records of one block say together."""
-    # The head that most live replicas share; of equals the newer. Silent ones have no say.
+    """The status of one block from its records."""
+    # The head that most live replicas share; on a tie the newer. Late ones count if none is live.
     live = [s for s in records if current_round - s.record.round <= SLACK_ROUNDS]
     support = Counter((s.record.head_round, s.record.consensus) for s in live or records)
     head_round, head = max(support, key=lambda h: (support[h], h), default=(-1, b""))
@@ -182,9 +181,9 @@ async def look(
     now_s: float,
     needed: int | None = None,
 ) -> RunStatus:
-    """Look every block up; ask replicas of each how its last round went, and for its CE.
+    """Look up all blocks; ask replicas of each for its last round and its CE.
 
-    `needed`: live replicas below which a block is warned of; None: what the run says.
+    `needed`: with fewer live replicas than this a block gets a warning; None: the run's minimum.
     """
     rounds, exchange = run_file.rounds, run_file.exchange
     current = max(0, round_at(now_s, rounds.start_s, rounds.period_s))
@@ -208,7 +207,7 @@ async def look(
 
 
 async def _last_round(fetcher: LogFetcher, status: BlockStatus) -> LastRound | None:
-    """From a replica that shares the head: only the entries since then travel."""
+    """The newest entry, from a replica that shares the head: few entries have to be sent."""
     donors = [r.peer for r in status.replicas if r.agrees and r.live][:ASKED_PER_BLOCK]
     try:
         log = await fetcher.log(donors, bytes.fromhex(status.consensus), None)
@@ -225,7 +224,7 @@ async def _last_round(fetcher: LogFetcher, status: BlockStatus) -> LastRound | N
 
 
 async def _with_ce(peers: Peers, run_id: bytes, status: BlockStatus) -> tuple[ReplicaStatus, ...]:
-    """The replicas, some live ones of them with the CE that they say."""
+    """The replicas; the first live ones are asked for their CE."""
     asked = [r.peer for r in status.replicas if r.live][:ASKED_PER_BLOCK]
 
     async def ask(peer: str) -> HelloReply | None:

@@ -1,7 +1,6 @@
 """Small plots as inline SVG: lines, bars, and strips of cells by round.
 
-Decides only how they look; colours are CSS classes that the page defines for light and dark. Every
-text is escaped here. Needs no library, and no network when the page is read.
+Colours are CSS classes that the page defines for light and dark. All text is escaped here.
 """
 
 from __future__ import annotations
@@ -22,7 +21,7 @@ MAX_STRIPS = 64
 
 @dataclass(frozen=True)
 class Line:
-    """`color` is an index into the page's palette; -1 is the colour of text."""
+    """A line of a chart. `color` is an index into the page's palette; -1 is the colour of text."""
 
     label: str
     color: int
@@ -31,13 +30,13 @@ class Line:
 
 
 def clean(text: str) -> str:
-    """Peers' text for a page: printable, short, escaped."""
+    """Untrusted text made safe for a page: printable, shortened, escaped."""
     cut = text if len(text) <= 300 else text[:299] + "…"
     return escape("".join(c if c.isprintable() else "�" for c in cut))
 
 
 def byte_unit(largest: float) -> tuple[float, str]:
-    """The unit in which numbers up to this one are readable."""
+    """The size and name of the unit for numbers up to this one."""
     for unit, size in (("GB", 1e9), ("MB", 1e6), ("kB", 1e3)):
         if largest >= size:
             return size, unit
@@ -54,7 +53,7 @@ def ticks(low: float, high: float, wanted: int = 5) -> list[float]:
 
 
 def line_chart(x_label: str, y_label: str, lines: Sequence[Line]) -> str:
-    """Lines over common axes, with a legend. Without any point: a sentence."""
+    """Lines over common axes, with a legend; a sentence if there are no points."""
     points = [point for line in lines for point in line.points]
     if not points:
         return '<p class="none">Nothing was measured.</p>'
@@ -119,9 +118,9 @@ def bar_chart(values: Mapping[str, float], unit: str) -> str:
 
 
 def strips(rows: Mapping[str, Mapping[int, str]], worst_first: Sequence[str]) -> str:
-    """A row of cells for each name, a cell for each round; `rows[name][round]` is a CSS class.
+    """A row for each name with a cell for each round; `rows[name][round]` is its CSS class.
 
-    Over many rounds a cell stands for several of them and shows the worst.
+    If there are too many rounds a cell covers several and shows the worst.
     """
     numbers = [number for cells in rows.values() for number in cells]
     if not numbers:
@@ -189,6 +188,6 @@ def _range(values: Sequence[float], from_zero: bool) -> tuple[float, float]:
 
 
 def _thin(points: Sequence[tuple[float, float]]) -> list[tuple[float, float]]:
-    """At most MAX_POINTS of them, always the last one."""
+    """At most MAX_POINTS of the points, always including the last one."""
     every = math.ceil(len(points) / MAX_POINTS)
     return [p for i, p in enumerate(points) if (len(points) - 1 - i) % every == 0] if every else []

@@ -2,17 +2,17 @@
 
     host         a host that only serves
     trained      serving beside training
-    server       what it takes in, in which versions
-    queue        the sweeps that are with it
-    sessions     the caches of its clients' texts
-    compute      through a block
+    server       the versions served, and admission of sweeps
+    queue        the sweeps at this host, and their batches
+    sessions     the key/value caches of clients' texts
+    compute      the computation of one block on a batch of sweeps
     parts        sweeps that come in parts
-    carry        on to the next host, or to the client
-    handover     one replica after the other, until somebody has it
-    streams      kept open to other peers
+    carry        send a computed sweep to the next host, or the result to the client
+    handover     try one replica after another until one takes the sweep
+    streams      streams kept open to other peers
 
 and a client's:
 
-    client       routes, and ways around trouble
-    output       one output, whatever fails
+    client       routes, sweeps and their results
+    output       one output, with retries
 """

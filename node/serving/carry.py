@@ -1,7 +1,7 @@
-"""What a host does with a sweep that it has computed: on to the next host, or to the client.
+"""Send a computed sweep on to the next host, or its result to the client.
 
-Decides that a block nobody serves is left out (if something is left to compose) and what the
-client is told otherwise. Knows nothing of queues.
+A block that no host takes is left out if other blocks remain to compose; otherwise the client is
+told of the failure.
 """
 
 from __future__ import annotations
@@ -26,11 +26,11 @@ from swarm.writing.sweep import Passage
 
 _log = logging.getLogger(__name__)
 
-BUSY_SHARE = 0.8  # of the time left, for a next host that is busy: the client must hear in time
+BUSY_SHARE = 0.8  # share of the time left to wait for a busy host; the rest is to tell the client
 
 
 class CarriedJob(Protocol):
-    """What is carried: see `queue.Job`."""
+    """The part of `queue.Job` that is needed here."""
 
     sweep: Sweep
     end_s: float
@@ -43,7 +43,7 @@ class CarriedJob(Protocol):
 
 
 class Carrier:
-    """One host's onward side."""
+    """Sends one host's computed sweeps on."""
 
     def __init__(self, network: Network, shape: ModelShape) -> None:
         self.network, self.shape = network, shape
@@ -56,7 +56,7 @@ class Carrier:
         return replace(job.sweep, client=job.client)
 
     async def carry(self, job: CarriedJob, passage: Passage) -> None:
-        """To the first of the next blocks that somebody takes, or to the client."""
+        """Send on to the next block that a host takes, or deliver the result to the client."""
         sweep = self._behind(job, passage)
         hops = sweep.hops()
         for place in range(sweep.place + 1, len(hops)):
@@ -81,7 +81,7 @@ class Carrier:
                 return
             except NoHost as error:
                 later = sum(hop.weight for hop in hops[place + 1 :])
-                # Whoever denoised last has an output, whatever the blocks weigh.
+                # After joint denoising there is an output, whatever the blocks' weights.
                 weighed = passage.weight + later > 0 or passage.denoised is not None
                 if sweep.start or not weighed:
                     await self.fail(onward, Trouble.NOBODY, str(error), b"")
@@ -90,7 +90,7 @@ class Carrier:
         await self._deliver(sweep, outcome_of(sweep, passage))
 
     def _behind(self, job: CarriedJob, passage: Passage) -> Sweep:
-        """The sweep as it leaves this host."""
+        """The sweep's header as it leaves this host."""
         return replace(
             self.with_client(job),
             path=(*job.sweep.path, self.network.peer_id),
@@ -99,11 +99,11 @@ class Carrier:
         )
 
     async def carry_part(self, job: CarriedJob, part: int, passage: Passage, begun: Begun) -> None:
-        """One part of a sweep, to the next block's first host; at the last, after all of them, the
-        result to the client. To be called in the order of the parts.
+        """Send one part of a sweep to the next block's first host; at the last host, deliver the
+        result after the last part. To be called in the order of the parts.
 
-        Whatever goes wrong the client hears, and sends the sweep again in one piece: that can be
-        handed to another replica.
+        Any failure is reported to the client, which sends the sweep again in one piece: only that
+        can be handed to another replica.
         """
         sweep = replace(self._behind(job, passage), part=part)
         hops, last = sweep.hops(), part == sweep.parts - 1
@@ -135,7 +135,7 @@ class Carrier:
             _log.info("a client did not take its result: %s", error)
 
     async def fail(self, sweep: Sweep, trouble: Trouble, reason: str, blamed: bytes) -> None:
-        """Tell the client that it has to begin again."""
+        """Tell the client that its sweep failed."""
         printable = "".join(c for c in reason if c.isascii() and c.isprintable())
         message = SweepFailed(
             sweep=sweep.sweep,

@@ -1,7 +1,8 @@
-"""The client of a swarm that serves: finds hosts, sends sweeps, hears results, goes around trouble.
+"""The client of a swarm that serves: finds hosts, chooses routes, sends sweeps, takes results.
 
-Decides when a route is changed and whom to blame: what a host reports is one voice, so reporter
-and blamed both move back in the order. What is asked next is `swarm.writing.writer`'s.
+Hosts of failed sweeps get penalties that move them back in the order. A report by one host is not
+proof, so both the reporter and the blamed host get one. What is asked next is
+`swarm.writing.writer`'s.
 """
 
 from __future__ import annotations
@@ -37,21 +38,21 @@ from swarm.writing.route import Offer, Route, choose_route
 
 ASK_S, ASK_AGAIN_S = 5.0, 0.5
 SURVEY_EVERY_S = 15.0
-OLD_S = 60.0  # then what is known of the hosts is not worth a try: an output waits for a survey
-SURVEYS, SURVEY_AGAIN_S = 3, 0.5  # before nobody is there
+OLD_S = 60.0  # offers older than this are not used: a new survey comes first
+SURVEYS, SURVEY_AGAIN_S = 3, 0.5  # attempts before we believe that there is no host
 HOP_MIN_S = 2.0  # a host on a busy machine is not a dead one
 HOSTS_ASKED = 8  # of each block
 BLAME, SUSPICION = 2.0, 1.0
-# What a reporter gets for its report: it may be the liar itself.
+# The reporter's own penalty, since its report may be a lie.
 _SUSPICIONS: dict[int, float] = {Trouble.GARBAGE: SUSPICION, Trouble.BUSY: SUSPICION / 4}
 
 
 class NobodyServes(BlockswarmError):
-    """No host of the run serves a block."""
+    """No host of the run serves any block."""
 
 
 class SweepTrouble(WireError):
-    """A sweep did not come back."""
+    """A sweep failed or did not come back."""
 
     def __init__(self, message: str, trouble: int = 0, block: int | None = None) -> None:
         super().__init__(message)
@@ -73,7 +74,7 @@ class _Pending:
 
 
 class SweepClient:
-    """One client on a network. `close` it when done; the network is the caller's."""
+    """A client on a network that the caller owns. `close` it when done."""
 
     def __init__(
         self,
@@ -106,10 +107,10 @@ class SweepClient:
     # --- who serves -----------------------------------------------------------------------------
 
     async def survey(self) -> None:
-        """Ask the hosts that announce to serve: latency, load and versions, measured now.
+        """Ask all serving hosts for their versions and load, and measure their latency.
 
-        If none answers it is perhaps we who are slow: look again. And once believe the answer of
-        before of whoever is silent: a host that is really gone is gone around.
+        If none answers we may be slow ourselves: try again. A host that is silent for one survey
+        keeps its old offer; if it is really gone, sweeps find another way.
         """
         for attempt in range(SURVEYS):
             if attempt:
@@ -138,7 +139,7 @@ class SweepClient:
         return peers - {self.network.peer_id}
 
     async def _ask(self, peer: bytes) -> Offer | None:
-        """What one host offers. One that is busy is asked again: it is there."""
+        """One host's offer, or None. A busy host is asked again until the timeout."""
         end_s = time.monotonic() + ASK_S
         while (left_s := end_s - time.monotonic()) > 0:
             began_s = time.monotonic()
@@ -164,14 +165,14 @@ class SweepClient:
         return None
 
     async def route(self, leave_out: Collection[int], first: Mapping[int, bytes]) -> Route:
-        """The way to take now. `first` are peers to keep, because they have the caches."""
-        async with self._surveying:  # many outputs at once, one survey
+        """The route to take now. `first`: for some blocks a peer to keep, as it has the caches."""
+        async with self._surveying:  # concurrent outputs share one survey
             age_s = time.monotonic() - self._surveyed_s
             if age_s > OLD_S or not self.offers:
                 await self.survey()
                 age_s = 0.0
         if age_s > SURVEY_EVERY_S and (self._refreshing is None or self._refreshing.done()):
-            self._refreshing = asyncio.create_task(self.survey())  # for those who come later
+            self._refreshing = asyncio.create_task(self.survey())  # for later routes
         route = choose_route(self.run, self.offers, self.penalties, leave_out, first)
         if route is None:
             raise NobodyServes(
@@ -184,9 +185,9 @@ class SweepClient:
         return route
 
     async def distrust_gaps(self, route: Route, result: Result) -> bool:
-        """Whether a block was left out although its host answers: then who left it out moves back.
+        """Whether a block was left out although its host answers us; penalise the hosts involved.
 
-        Otherwise one lying host could make every answer its own, by finding all others absent.
+        Otherwise a lying host could claim that all others are absent and answer alone.
         """
         gaps = [hop for hop in route.hops if hop.block in result.missing]
         asked = await asyncio.gather(*(self._ask(peer) for hop in gaps for peer in hop.peers))
@@ -199,11 +200,11 @@ class SweepClient:
         return True
 
     def hop_s(self, route: Route) -> float:
-        """How long one host may take: several times what the slowest one is expected to."""
+        """The timeout of one hop: several times the expected time of the route's slowest host."""
         return min(max(self.hop_min_s, 4.0 * route.hop_s), SWEEP_HOP_MAX_S)
 
     def look_again(self) -> None:
-        """What is known of the hosts is no longer true."""
+        """Mark the offers as outdated, so that the next route starts with a survey."""
         self._surveyed_s = -OLD_S
 
     @property
@@ -219,7 +220,7 @@ class SweepClient:
     # --- one sweep ------------------------------------------------------------------------------
 
     async def send(self, route: Route, sweep: Sweep, context: bytes) -> Result:
-        """Send a sweep along its route and wait for what comes back from its end."""
+        """Send a sweep along its route and wait for its result."""
         loop = asyncio.get_running_loop()
         pending = _Pending(sweep, route.peers, loop.create_future())
         self._pending[sweep.sweep] = pending
@@ -233,7 +234,7 @@ class SweepClient:
                     first.result()  # raises if nobody took it
                 return await pending.result
         except TimeoutError:
-            for hop in route.hops:  # somebody lost it, nobody knows who: others first next time
+            for hop in route.hops:  # unknown who lost it: prefer other hosts next time
                 self.penalties[hop.peers[0]] += SUSPICION / 2
             raise SweepTrouble("the sweep did not come back in time") from None
         except Crowded as error:
@@ -285,7 +286,7 @@ class SweepClient:
 
 
 async def _let_go(handing: asyncio.Task[bytes], result: asyncio.Future[Result]) -> None:
-    """Nobody waits for these any more. The first host may still be handing the sweep on."""
+    """Cancel both, as the sweep is over. The first host may still be handing it on."""
     handing.cancel()
     result.cancel()
     await asyncio.gather(handing, result, return_exceptions=True)

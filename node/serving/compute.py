@@ -1,7 +1,4 @@
-"""From the wire's arrays to tensors, through a block, and back: what the serving thread does.
-
-Decides the precision on the wire. Knows nothing of queues or peers.
-"""
+"""The serving thread's work: arrays from the wire to tensors, through a block, and back."""
 
 from __future__ import annotations
 
@@ -35,11 +32,11 @@ from swarm.writing.sweep import (
 
 @dataclass
 class Session:
-    """A block's caches for one client's text, or for the drafts of a sweep that comes in parts."""
+    """A block's key/value caches for one client's text, or for the drafts of a sweep in parts."""
 
     cache: Cache
     used_s: float = 0.0
-    last: Tensor | None = None  # (drafts, 1, width): the hidden state behind the last part
+    last: Tensor | None = None  # (drafts, 1, width): the hidden state at the end of the last part
 
     @property
     def length(self) -> int:
@@ -47,7 +44,7 @@ class Session:
 
 
 class LostCache(WireError):
-    """The caches are shorter than the sweep says: it has to begin again."""
+    """The caches are shorter than the sweep expects: it has to start again."""
 
 
 def sampling_of(sweep: Sweep) -> Sampling:
@@ -57,10 +54,9 @@ def sampling_of(sweep: Sweep) -> Sampling:
 def compute(
     block: Block, work: Sequence[tuple[Sweep, Parcel]], sessions: Sequence[Session] = ()
 ) -> list[Passage]:
-    """Sweeps of one shape through one block: drafted at the first place, scored at the others.
+    """Pass sweeps of one shape through one block: drafting at the first place, else scoring.
 
-    Verifications, and sweeps in parts, come with a session each, all of them cut back to the same
-    start.
+    Verifications and sweeps in parts have a session each; all are truncated to the same start.
     """
     first = work[0][0]
     bonus = first.mode == Mode.VERIFY
@@ -87,7 +83,7 @@ def compute(
 def compute_parts(
     block: Block, work: Sequence[tuple[Sweep, Parcel]], parts: int
 ) -> Generator[list[Passage], None, None]:
-    """The drafter's work on whole drafts, one part of them after the other."""
+    """Write whole drafts, yielding them in `parts` pieces."""
     passages, orders, weight = _given(block, work)
     yield from draft_parts(block, passages, orders, weight, False, parts)
 
@@ -104,7 +100,7 @@ def _given(
 def compute_joint(
     joint: JointDenoising, block: Block, work: Sequence[tuple[Sweep, Parcel]]
 ) -> list[Passage]:
-    """Sweeps of joint denoising, of one shape, through one block. At the first place z is noise."""
+    """Pass sweeps of joint denoising through one block. At the first place z is drawn as noise."""
     index, device = work[0][0].block, block.embedding.weight.device
     joint = joint.on(device)
     passages = []
@@ -117,7 +113,7 @@ def compute_joint(
 
 
 def _joined(sessions: Sequence[Session]) -> Cache:
-    """The caches of several texts of one length as those of one batch."""
+    """The caches of several texts of equal length, joined into those of one batch."""
     joined: Cache = []
     for layers in zip(*(session.cache for session in sessions), strict=True):
         one = LayerCache()
@@ -131,7 +127,7 @@ def _joined(sessions: Sequence[Session]) -> Cache:
 def _parted(
     passed: list[Passage], joined: Cache | None, sessions: Sequence[Session]
 ) -> list[Passage]:
-    """Give every session its own again: a copy, or one session would keep all others' memory."""
+    """Copy the batch's caches back into the sessions (a view would keep the whole batch)."""
     if joined is None or len(sessions) == 1:
         return passed
     for index, session in enumerate(sessions):
@@ -172,8 +168,11 @@ def passage_of(sweep: Sweep, parcel: Parcel, device: torch.device) -> Passage:
 
 
 def parcel_of(sweep: Sweep, passage: Passage) -> Parcel:
-    """What goes on to the next host. In few bits hidden states travel normalised: the next block
-    normalises what it reads anyway, and so no value is too large."""
+    """The payload for the next host.
+
+    With whole drafts hidden states are sent in few bits, and normalised so that no value is too
+    large for them: the next block normalises its input anyway.
+    """
     context, drafts = passage.hidden_context, passage.hidden_drafts
     if sweep.hidden and sweep.mode == Mode.ONE_SWEEP and context is not None and drafts is not None:
         context = F.rms_norm(context, context.shape[-1:])
@@ -190,7 +189,7 @@ def parcel_of(sweep: Sweep, passage: Passage) -> Parcel:
 
 
 def outcome_of(sweep: Sweep, passage: Passage) -> Outcome:
-    """What the client asked for, from the composed log-probabilities."""
+    """The result for the client, from the composed log-probabilities."""
     if passage.denoised is not None:
         posterior = passage.denoised.posterior.cpu()
         chosen = choose_bytes(posterior, sampling_of(sweep))
@@ -210,8 +209,8 @@ def outcome_of(sweep: Sweep, passage: Passage) -> Outcome:
 def _drafted(
     sweep: Sweep, passage: Passage
 ) -> np.ndarray[tuple[int, ...], np.dtype[np.float32]] | None:
-    """The drafter gives all 256 of each position; later hosts pass on what they got. Of whole
-    drafts only the whole's is wanted."""
+    """The drafter's log-probabilities as they go on: the sum per draft for whole drafts, all 256
+    per position for verification by sampling, none for greedy verification."""
     if passage.drafted is None or (sweep.mode == Mode.VERIFY and sweep.temperature == 0):
         return None
     drafted = passage.drafted

@@ -1,8 +1,8 @@
-"""Handing a sweep to the next host: one replica after the other, until somebody has it.
+"""Hand a sweep to the next hop: try its replicas one after another until one has taken it.
 
-Decides whom to try and how long to wait: a busy host is asked again while there is time, one that
-dies or stalls costs one hop's time. For that a sender keeps the sweep until the receiver has handed
-it on in turn. Used by hosts and, for the first hop, by the client. Knows nothing of models.
+A busy host is asked again while there is time; one that dies or stalls costs one hop's timeout. To
+be able to retry, the sender keeps the sweep until the receiver has handed it on. Used by hosts and,
+for the first hop, by the client.
 """
 
 from __future__ import annotations
@@ -22,7 +22,7 @@ from protocol.serving import Hop, Mode, Sweep, SweepHanded, SweepTaken, SweepWai
 
 REPORT_S = 5.0  # for a result or a failure on its way to the client
 BUSY_WAIT_MIN_S, BUSY_WAIT_MAX_S = 0.05, 2.0
-FIRST_LOOK_S = 0.15  # whether a host has handed on what it took; then after twice as long
+FIRST_LOOK_S = 0.15  # until the first check whether a host has handed on; then twice as long
 LOOK_MAX_S = 2.0
 
 
@@ -31,36 +31,36 @@ class NoHost(WireError):
 
 
 class NoSession(WireError):
-    """Whoever is there does not have the caches or the version that the sweep needs (any more)."""
+    """The replicas do not have the caches or the version that the sweep needs (any more)."""
 
 
 class Accused(NoHost):
-    """Somebody read it and says that it is garbage; the client has heard so."""
+    """A replica rejected the payload as malformed, and has told the client so."""
 
 
 class Crowded(WireError):
-    """Whoever is left of a hop's replicas is busy, and there is no more time."""
+    """All remaining replicas answered busy until the deadline."""
 
 
 class Line:
-    """Where the parts of one sweep go: all over one stream, in their order."""
+    """The stream on which all parts of one sweep are sent, and the lock that keeps their order."""
 
     def __init__(self) -> None:
-        self.lock = asyncio.Lock()  # whoever waits gets it in turn
+        self.lock = asyncio.Lock()  # fair: waiters get it in order
         self.stream: PeerStream | None = None
 
 
 def _nothing() -> None:
-    """For those who need not hear how it goes."""
+    """The default callback."""
 
 
 class Handover:
-    """One node's way to pass sweeps on."""
+    """Hands sweeps of one node to other peers, or to itself."""
 
     def __init__(self, network: Network) -> None:
         self.network = network
         self.pool = StreamPool(network)
-        # A host of several blocks hands sweeps to itself: nobody can dial himself.
+        # A host of several blocks keeps a sweep that goes on to itself: it cannot dial itself.
         self.keep: Callable[[Sweep, bytes], Awaitable[None]] | None = None
         self._rng = random.Random()
 
@@ -76,13 +76,13 @@ class Handover:
         on_taken: Callable[[], None] = _nothing,
         on_busy: Callable[[], None] = _nothing,
     ) -> bytes:
-        """Hand over to one of the hop's replicas; who it was.
+        """Hand the sweep to one of the hop's replicas, and return which.
 
-        Raises `NoHost`, `NoSession`, or `Crowded` if they are busy until `end_s`. `on_taken` is
-        called as soon as somebody has all of it. Returns when it has gone further.
+        Calls `on_taken` when a replica has received it, and returns when that has handed it on.
+        Raises `NoHost`, `NoSession`, or `Crowded` if all are busy until `end_s`.
         """
         errors: list[WireError] = []
-        # Only the first has the caches that a sweep goes on from: better to wait for it.
+        # Only the first peer has the caches that the sweep continues: wait for that one.
         peers = list(hop.peers[:1] if sweep.start else hop.peers)
         while peers:
             waits: dict[bytes, float] = {}
@@ -108,7 +108,7 @@ class Handover:
         raise NoHost(f"nobody takes block {hop.block}: {reasons}")
 
     async def _wait(self, said_s: float, end_s: float, who: str) -> None:
-        """As long as a busy host said, and a random share: a crowd must not come back as one."""
+        """Wait as long as a busy host asked for, plus a random share to spread the retries."""
         wait_s = min(max(said_s, BUSY_WAIT_MIN_S), BUSY_WAIT_MAX_S) * self._rng.uniform(1.0, 1.5)
         if time.monotonic() + wait_s > end_s:
             raise Crowded(f"{who} busy")
@@ -143,10 +143,10 @@ class Handover:
         line: Line,
         on_taken: Callable[[], None],
     ) -> None:
-        """Hand over one part, to the hop's first peer: what it has read of the others is there.
+        """Hand over one part to the hop's first peer, which has the caches of the parts before.
 
-        To be called in the order of the parts. Raises a `WireError`; then the sweep is lost. After
-        the last part it returns when that has gone further.
+        To be called in the order of the parts. Raises a `WireError`; then the sweep is lost. For
+        the last part it returns when the peer has handed that on.
         """
         peer = hop.peers[0]
         if self.keep is not None and peer == self.network.peer_id:
@@ -175,9 +175,9 @@ class Handover:
                 await self.network.replicas(sweep.block)
 
     async def _watch(self, peer: bytes, sweep: Sweep, end_s: float, stream: PeerStream) -> None:
-        """Return when the peer has handed the sweep on; raise if it died or stalls with it.
+        """Return when the peer has handed the sweep on; raise if it died or stalls.
 
-        It stalls if for a hop's time nothing moved; a queue that moves is not a stall.
+        It stalls if its queue has not moved for a hop's timeout.
         """
         stalled_s, wait_s, moves = time.monotonic() + sweep.hop_s, FIRST_LOOK_S, 0
         while True:
@@ -200,15 +200,15 @@ class Handover:
         question = SweepWait(sweep=sweep.sweep)
         try:
             reply, _ = await self.pool.ask(peer, question, SweepHanded, sweep.hop_s)
-        except Busy:  # no place for our stream: no news
+        except Busy:  # the peer has no place for our stream now: ask again later
             return SweepHanded(handed=0)
         return reply
 
     async def tell(self, client: bytes, message: Message, payload: bytes = b"") -> None:
-        """A result or a failure, to the client, over the connection that it has to us.
+        """Send a result or a failure to the client, over its connection to us.
 
-        It is all that the client waits for, so a place is waited for, and a stream that ended
-        just now is replaced, once.
+        The client waits for nothing else, so we retry while it is busy, and once if the stream had
+        just ended.
         """
         end_s, attempts = time.monotonic() + REPORT_S, 2
         while True:

@@ -1,8 +1,7 @@
-"""A host that only serves: where its blocks come from, and that others find it.
+"""A host that only serves: it gets blocks, offers them to `server`, and announces itself.
 
-Blocks come from a model folder, or from a run whose log it follows. Decides what the run of a
-folder is called, when a newer version is fetched, and how often the host announces itself. What
-serving is stands in `server`; how a host that trains serves, in `trained`.
+Blocks come from a model folder, or from a run in training whose log it follows. Serving beside
+training is in `trained`.
 """
 
 from __future__ import annotations
@@ -47,7 +46,7 @@ FOLLOW_MIN_S = 2.0
 
 @dataclass(frozen=True)
 class ModelFolder:
-    """A model folder to serve from, and the run file that names it on the network."""
+    """A loaded model folder, and the run file under which it is served on the network."""
 
     model: ComposedModel
     digests: dict[int, bytes]
@@ -56,7 +55,7 @@ class ModelFolder:
 
 
 def open_folder(folder: Path, device: torch.device) -> ModelFolder:
-    """Load a model folder for serving. Equal folders have equal runs, wherever they are."""
+    """Load a model folder for serving. Equal folders get equal run ids on every machine."""
     model, manifest = load_model(folder, device)
     if model.composition != "logit":
         raise ModelError(
@@ -72,9 +71,9 @@ def open_folder(folder: Path, device: torch.device) -> ModelFolder:
 
 
 def run_file_of(run: Run, digests: dict[int, bytes]) -> bytes:
-    """A run file for a model that was trained elsewhere: its clock stands at the end.
+    """A run file for a trained model, with all its rounds in the past.
 
-    The name holds a hash of the weights: other weights are another run.
+    The run's name contains a hash of the weights, so other weights are another run.
     """
     name = content_digest(b"".join(digests[block] for block in sorted(digests))).hex()[:16]
     blocks = run.model.blocks
@@ -88,14 +87,14 @@ def run_file_of(run: Run, digests: dict[int, bytes]) -> bytes:
 
 
 class Source(Protocol):
-    """Where versions come from."""
+    """A source of block versions."""
 
     async def feed(self, server: BlockServer) -> None:
-        """Offer what there is, and go on offering what is new until cancelled."""
+        """Offer all versions to the server, new ones as they appear, until cancelled."""
 
 
 class FolderSource:
-    """Blocks of a model folder: offered once."""
+    """Blocks of a model folder, offered once."""
 
     def __init__(self, folder: ModelFolder, blocks: Sequence[int]) -> None:
         self.folder, self.blocks = folder, blocks
@@ -109,7 +108,7 @@ class FolderSource:
 
 
 class RunSource:
-    """A block of a run that trains: its log is followed, every round's version offered."""
+    """Blocks of a run in training: follows their logs and offers each new version."""
 
     def __init__(
         self,
@@ -163,39 +162,40 @@ class RunSource:
 
 
 def new_template(run: Run, block: int) -> Block:
-    """A block of the run's shape, with no weights that matter."""
+    """A block of the run's shape, whose weights are to be overwritten."""
     return block_of(run, block).requires_grad_(False)
 
 
 def built_module(
     template: Block, flat: Floats, device: torch.device | str = "cpu"
 ) -> tuple[bytes, Block]:
-    """A module with these weights, and their digest. May run in a thread: it draws nothing."""
+    """A module with these weights, and their digest. Thread-safe: it draws no random numbers."""
     module = copy.deepcopy(template)
     return loaded_digest(module, flat), module.to(device)
 
 
 def loaded_digest(module: Block, flat: Floats) -> bytes:
-    """Set a module's weights; their digest."""
+    """Set a module's weights and return their digest."""
     load_flat(module, flat)
     return bytes.fromhex(weights_digest(module.state_dict()))
 
 
 def serve_weights(server: BlockServer, block: int, version: int, flat: Floats) -> None:
-    """Offer a block's weights as of a version, built here and now."""
+    """Offer a block's weights as a version, building the module at once."""
     digest, module = built_module(new_template(server.run, block), flat)
     server.offer(block, version, digest, module)
 
 
 def versions_kept(run: Run) -> int:
-    """Staggered versions reach back one round per block; one more for requests under way."""
+    """How many versions of a block to keep. Staggered ones reach back a round per block; one more
+    is for requests under way."""
     staggered = run.model.relays and run.training.staggered
     return max(VERSIONS_KEPT, run.model.blocks + 1) if staggered else VERSIONS_KEPT
 
 
 @dataclass(frozen=True)
 class ServeSettings:
-    """What a person decides about a host that serves."""
+    """A user's settings for a host that serves."""
 
     network: NetworkSettings
     blocks: tuple[int, ...]
@@ -204,7 +204,7 @@ class ServeSettings:
 
 
 class ServingHost:
-    """Serves until it is cancelled."""
+    """A host that only serves. `run` it until it is cancelled."""
 
     def __init__(self, settings: ServeSettings, say: Callable[[str], None]) -> None:
         self.settings, self.say = settings, say
@@ -212,8 +212,8 @@ class ServingHost:
         self.run_id = run_id(settings.network.run_file)
         check_blocks(self.run_file.run, settings.blocks)
         self.network = Network(settings.network, self._status, say)
-        self.announced = asyncio.Event()  # others can find us
-        self.new_blocks: asyncio.Queue[int] = asyncio.Queue()  # their first versions are here
+        self.announced = asyncio.Event()  # set when others can find us
+        self.new_blocks: asyncio.Queue[int] = asyncio.Queue()  # blocks as their first version comes
 
     def _status(self) -> Status:
         return Status(int(Role.SERVER), 0, self.settings.blocks[:64])
@@ -256,7 +256,7 @@ class ServingHost:
         )
 
     async def _announce(self) -> None:
-        """Say that we serve, again and again: records are short-lived."""
+        """Announce that we serve, again and again since records expire."""
         while True:
             for block in self.settings.blocks:
                 record = Record(

@@ -1,8 +1,7 @@
-"""One output of a swarm that serves: sweep after sweep, by whatever route, until it is written.
+"""Write one output with a serving swarm: sweep after sweep, with retries, until it is complete.
 
-Decides what happens after a failure: another route, caches begun anew, a block left out that
-nobody serves; and how long busy hosts are waited for. Which bytes are kept is
-`swarm.writing.writer`'s business.
+After a failure it takes another route, rebuilds the caches, or leaves out a block that no host
+serves; for busy hosts it waits. Which bytes are kept is `swarm.writing.writer`'s decision.
 """
 
 from __future__ import annotations
@@ -27,24 +26,25 @@ from swarm.writing.route import Route
 from swarm.writing.sweep import byte_scores
 from swarm.writing.writer import Ask, SweepWriter, VerifiedWriter
 
-ATTEMPTS = 6  # at one sweep; every one takes another way
-PATIENCE_S = 120.0  # with hosts that are busy
+ATTEMPTS = 6  # per sweep, each on a new route
+PATIENCE_S = 120.0  # how long to wait for busy hosts
 BUSY_AGAIN_S = 0.5
-# How often a block may be refused in a row before we go on without it.
+# How often in a row a sweep may fail at a block before we go on without that block.
 _REFUSALS: dict[int, int] = {Trouble.NOBODY: 1, Trouble.NO_SESSION: 3}
-# Whole drafts go in parts where that fills a long line while the drafter still writes, and where
-# hosts have the time: with many sweeps under way their lines are full anyway.
+# Whole drafts go in parts over links with high latency, to use them while the drafter still writes,
+# and only with few sweeps under way: otherwise the hosts are busy anyway.
 PARTS, PARTS_FROM_S, PARTS_FROM_BYTES, PARTS_UNDER_WAY = 4, 0.02, 64, 4
-TRUSTING = 2  # after so many attempts an answer without a block is taken as it is
+TRUSTING = 2  # after so many attempts an answer with a block left out is accepted
 
 
 @dataclass(frozen=True)
 class Order:
-    """What is to be written. `draft_length` None: one sweep of whole drafts, or with `joint` of no
-    drafts at all: every block denoises all bytes of the output (the mode `denoise`).
+    """What to write, and how.
 
-    `patience_s`: for one sweep, with hosts that are busy. The queues before them move.
-    `without`: blocks that are not asked, whoever serves them.
+    `draft_length`: bytes drafted and verified per sweep; None sends whole drafts in one sweep.
+    `joint`: no drafts; every block denoises all bytes of the output (the mode `denoise`).
+    `patience_s`: how long one sweep waits for busy hosts.
+    `without`: blocks that are left out even if hosts serve them.
     """
 
     prompt: bytes
@@ -94,12 +94,12 @@ class Output:
         self.client, self.order, self.figures = client, order, Figures()
         self._left_out: set[int] = set(order.without)
         self._refusals: Counter[int] = Counter()  # block -> sweeps that nobody took there
-        self._keep: dict[int, bytes] = {}  # block -> who has the caches
-        self._in_parts = True  # until that failed
+        self._keep: dict[int, bytes] = {}  # block -> the peer that has the caches
+        self._in_parts = True  # until a sweep has failed
         self._session = secrets.token_bytes(SWEEP_ID_BYTES)
 
     async def write(self) -> AsyncIterator[bytes]:
-        """The bytes as they are decided."""
+        """Yield the output in pieces, as their bytes are decided."""
         began_s = time.monotonic()
         whole = self.order.draft_length is None or self.order.joint
         pieces = self._whole() if whole else self._verified()
@@ -203,7 +203,7 @@ class Output:
             top_k=sampling.top_k,
             seed=ask.seed,
             composed=route.temperature,
-            # Every host may stall once, and be gone around once.
+            # Enough for every host to time out once and be replaced once.
             budget_s=min(hop_s * (2 * len(route.hops) + 2), SWEEP_BUDGET_MAX_S),
             hop_s=hop_s,
         )
@@ -216,7 +216,7 @@ class Output:
         return PARTS if self._in_parts and far and calm and length >= PARTS_FROM_BYTES else 1
 
     def _around(self, error: SweepTrouble) -> None:
-        """Look around again; do without a block that nobody takes even so."""
+        """After a failure: new caches, a new survey; leave out a block that keeps failing."""
         self._keep.clear()
         self._session = secrets.token_bytes(SWEEP_ID_BYTES)
         self._in_parts = False
@@ -225,7 +225,7 @@ class Output:
             self.client.warn(f"{error.message}; waiting")
             return
         self.figures.troubles.append(error.message)
-        # Of a lost session nobody hears: somebody was restarted, has newer weights, or forgot us.
+        # A lost session is routine (a restart, newer weights, an evicted cache): not reported.
         if error.trouble != Trouble.NO_SESSION:
             self.client.say(f"a sweep failed ({error.message}); trying another way")
         most = _REFUSALS.get(error.trouble)
@@ -238,7 +238,7 @@ class Output:
         self.figures.traversals += 1
         self._refusals.clear()
         self.figures.path = result.path
-        for block in result.missing:  # the caches know nothing of it: it stays out
+        for block in result.missing:  # the caches were built without it: it stays out
             self._leave_out(block)
         present = [hop.block for hop in route.hops if hop.block not in result.missing]
         self._keep = dict(zip(present, result.path, strict=False))

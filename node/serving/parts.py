@@ -1,7 +1,6 @@
 """Sweeps that come in parts: what a host keeps of each between one part and the next.
 
-Decides in which order parts are taken, how much memory all of them may have, and what their
-results are together. What is computed is `compute`'s, the way on `carry`'s.
+Parts are taken in order and within a memory limit; at the last host their results are joined.
 """
 
 from __future__ import annotations
@@ -22,7 +21,7 @@ from swarm.run import Run
 
 @dataclass(eq=False)
 class Begun:
-    """One sweep: the block's caches of its drafts so far, and at the last host its results."""
+    """One sweep in parts: the block's caches of its drafts so far; at the last host its results."""
 
     session: Session = field(default_factory=lambda: Session([]))
     size_bytes: int = 0
@@ -33,7 +32,7 @@ class Begun:
     results: list[Outcome] = field(default_factory=list)
 
     def result(self) -> Outcome:
-        """Of all parts together."""
+        """The results of all parts joined."""
         drafted, scores = zip(*((each.drafted, each.scores) for each in self.results), strict=True)
         return Outcome(
             np.concatenate([each.drafts for each in self.results], 1),
@@ -43,7 +42,7 @@ class Begun:
 
 
 class PartsUnderWay:
-    """By whose they are. What is late is forgotten."""
+    """All sweeps of which some parts have arrived, by key. Late ones are dropped."""
 
     def __init__(self, run: Run) -> None:
         self._row_bytes, self._layers = session_bytes(run), run.model.layers
@@ -59,12 +58,12 @@ class PartsUnderWay:
         return len(self._begun) < SESSIONS_MAX and fits
 
     def expects(self, key: Key, part: int) -> bool:
-        """Whether this is the part that comes next. A first one always may: it begins anew."""
+        """Whether this part comes next. Part 0 always does: it starts the sweep anew."""
         begun = self._begun.get(key)
         return part == 0 or (begun is not None and begun.taken == part)
 
     def take(self, key: Key, sweep: Sweep, end_s: float) -> Begun:
-        """One more part has arrived; the last one leaves nothing here."""
+        """Register the arrival of a part; after the last one the entry is removed."""
         if sweep.part == 0:
             cache = [LayerCache() for _ in range(self._layers)]
             self._begun[key] = Begun(Session(cache), sweep.drafts * self._row_bytes, end_s)

@@ -1,8 +1,7 @@
-"""The sweeps that are with a host: the queue before its blocks, and their way through them.
+"""The sweeps at a host: a queue, batches of equal shape through a block, then on to the next host.
 
-Decides which waiting sweeps go through a block together, which are dropped because they are late,
-and when a sweep is here no longer. The arithmetic is `swarm.writing.sweep`'s, the way to the next
-host `carry`'s; what is taken in at all is decided in `server`.
+Late sweeps are dropped. Admission is `server`'s, the way on is `carry`'s, and the arithmetic is
+`swarm.writing.sweep`'s.
 """
 
 from __future__ import annotations
@@ -32,7 +31,7 @@ from swarm.writing.sweep import Passage, joined
 _log = logging.getLogger(__name__)
 R = TypeVar("R")
 
-STRETCH = 16  # bytes of a draft between two signs of life
+STRETCH = 16  # bytes of a draft after which progress is reported
 BATCH_MAX = 16  # sweeps that go through a block together
 MOVES_MAX = 65535
 _FIRST_GUESS_S = 0.1
@@ -41,7 +40,7 @@ _MEMORY = 0.2
 
 @dataclass(eq=False)
 class Job:
-    """A sweep that is here: waiting, computed, or on its way to the next host."""
+    """A sweep at this host: waiting, being computed, or being handed on."""
 
     sweep: Sweep
     parcel: Parcel
@@ -49,9 +48,9 @@ class Job:
     end_s: float
     size_bytes: int
     handed: asyncio.Event = field(default_factory=asyncio.Event)
-    moves: int = 0  # how often it came nearer to being handed on
-    begun: Begun | None = None  # of a sweep in parts, but for its drafter
-    released: bool = False  # it is here no longer
+    moves: int = 0  # progress counter; the sender watches it to tell a long queue from a stall
+    begun: Begun | None = None  # of a sweep in parts, except at its drafter
+    released: bool = False
 
     def moved(self) -> None:
         self.moves = min(self.moves + 1, MOVES_MAX)
@@ -66,14 +65,14 @@ class Job:
 
     @property
     def session(self) -> tuple[bytes, bytes, bytes]:
-        """Whose caches it goes on from: a client's, of one text, for one version."""
+        """The key of its caches: client, text and version."""
         return (self.client, self.sweep.session, self.hop.digest)
 
     @property
     def shape(self) -> tuple[object, ...]:
-        """Sweeps of one shape can go through a block together.
+        """What sweeps must have in common to form a batch.
 
-        With caches that means: as many positions in them, since a batch has one mask.
+        That includes the length of their caches, since a batch has one mask.
         """
         s = self.sweep
         return (s.mode, self.hop.digest, self.hop.weight, s.place == 0, s.hidden, s.weight > 0,
@@ -81,14 +80,15 @@ class Job:
 
     @property
     def next(self) -> bool:
-        """Whether all parts before it have been computed."""
+        """Whether all earlier parts of this sweep have been computed."""
         return self.begun is None or self.begun.computed == self.sweep.part
 
 
 class SweepQueue:
-    """One host's sweeps. `module_of` a version's digest: the block, or None if it is not here.
+    """One host's sweeps, and the thread that computes them.
 
-    It is called in the thread that computes: a version may have to be built first.
+    `module_of` maps a version's digest to its block, or None if it is gone. It is called in that
+    thread, since it may have to build the block first.
     """
 
     def __init__(
@@ -101,7 +101,7 @@ class SweepQueue:
     ) -> None:
         self.carrier, self.sessions, self.parts = carrier, sessions, parts
         self.joint, self.module_of = joint, module_of
-        self.usual_s = _FIRST_GUESS_S  # that a sweep takes
+        self.usual_s = _FIRST_GUESS_S  # moving average of a sweep's computing time
         self.waiting: deque[Job] = deque()
         self.jobs: dict[bytes, Job] = {}
         self.held_bytes = 0
@@ -116,11 +116,11 @@ class SweepQueue:
     async def stop(self) -> None:
         await self.tasks.cancel(*([self.worker] if self.worker else []))
         await self.carrier.close()
-        await asyncio.to_thread(self._thread.shutdown)  # what it computes now it ends
+        await asyncio.to_thread(self._thread.shutdown)  # the batch in progress is completed
 
     @contextlib.contextmanager
     def holding(self, size_bytes: int) -> Iterator[None]:
-        """A payload that is on its way in counts as if it were here."""
+        """Count a payload as held while it is still being received."""
         self.held_bytes += size_bytes
         try:
             yield
@@ -129,7 +129,7 @@ class SweepQueue:
 
     @property
     def wait_s(self) -> float:
-        """How long a sweep that comes now would wait for its turn."""
+        """The expected wait of a sweep that is queued now."""
         return self.usual_s * len(self.waiting)
 
     def put(self, job: Job) -> None:
@@ -152,10 +152,10 @@ class SweepQueue:
                 await self._compute(jobs)
 
     async def _compute(self, jobs: list[Job]) -> None:
-        """Through the block, all at once; then each on its way."""
+        """Pass a batch through its block, then send each sweep on."""
         began_s, first = time.monotonic(), jobs[0].sweep
-        # Nothing stands outside: what is raised there would end the worker, and leave a host that
-        # takes sweeps in and computes none.
+        # All code is inside the try: an exception outside would end the worker, and the host would
+        # go on taking sweeps without computing any.
         try:
             module = await self._in_thread(self.module_of, jobs[0].hop.digest)
             if module is None:
@@ -174,7 +174,7 @@ class SweepQueue:
             return self._fail(jobs, Trouble.INTERNAL)
         spent_s = (time.monotonic() - began_s) / len(jobs)
         if first.place:
-            spent_s *= first.parts  # what the whole takes
+            spent_s *= first.parts  # the time of the whole sweep, not of one part
         self.usual_s += _MEMORY * (spent_s - self.usual_s)
 
     async def _in_thread(self, work: Callable[..., R], *given: Any) -> R:
@@ -193,8 +193,8 @@ class SweepQueue:
     async def _draft_parts(
         self, jobs: list[Job], module: Block, work: list[tuple[Sweep, Parcel]]
     ) -> None:
-        """Each part is on its way while the next is written. What travels in one piece is written
-        in stretches as well: many drafts take long, and whoever waits must see that they grow."""
+        """Draft in pieces. In parts, each is sent while the next is written; else they are joined,
+        and the pieces only show progress to the sender, since many drafts take long."""
         sweep, ways = work[0][0], [Begun() for _ in jobs]
         pieces = sweep.parts if sweep.parts > 1 else -(-sweep.length // STRETCH)
         drafting, made = compute_parts(module, work, pieces), []
@@ -220,7 +220,7 @@ class SweepQueue:
         return compute(module, work, sessions)
 
     def _with_sessions(self, jobs: list[Job], module: Block) -> tuple[list[Job], list[Session]]:
-        """The verifications with their caches; those whose caches went meanwhile fail."""
+        """The jobs with their sessions, if they have any; jobs whose caches are gone fail."""
         if jobs[0].begun is not None:
             return jobs, [job.begun.session for job in jobs if job.begun is not None]
         if not jobs[0].sweep.session:
@@ -233,23 +233,23 @@ class SweepQueue:
             else:
                 able.append(job)
                 sessions.append(session)
-        self._fail(without, Trouble.NO_SESSION)  # at the end: if one cannot be opened, all fail
+        self._fail(without, Trouble.NO_SESSION)  # last: if opening one raises, the caller fails all
         return able, sessions
 
     def _next_batch(self) -> list[Job]:
-        """The oldest waiting sweep, and those that can go with it. Late ones are dropped."""
+        """The oldest waiting sweep and others of its shape. Late sweeps are dropped."""
         now_s = time.monotonic()
         for job in [job for job in self.waiting if job.end_s <= now_s]:
             self.waiting.remove(job)
             self._release(job)
         while self.waiting and not self.waiting[0].next:
-            self._release(self.waiting.popleft())  # the part before it came to nothing
+            self._release(self.waiting.popleft())  # an earlier part failed
         if not self.waiting:
             return []
         shape = self.waiting[0].shape
         batch: list[Job] = []
         for job in self.waiting:
-            # A sweep that came twice (its sender took us for dead) must not meet itself.
+            # A sweep that came twice (its sender timed out) must not share its caches in one batch.
             twice = job.sweep.session and any(job.session == other.session for other in batch)
             if job.shape == shape and job.next and not twice and len(batch) < BATCH_MAX:
                 batch.append(job)
@@ -258,21 +258,22 @@ class SweepQueue:
         return batch
 
     def _fail(self, jobs: list[Job], trouble: Trouble) -> None:
-        """The client hears that it has to begin again."""
+        """Tell the clients that these sweeps failed."""
         for job in jobs:
             sweep = self.carrier.with_client(job)
             report = partial(self.carrier.fail, sweep, trouble, "it could not be computed", b"")
             self.tasks.spawn(self._carry(job, report))
 
     async def _carry(self, job: Job, work: Callable[[], Awaitable[None]]) -> None:
-        """`work` is made here: a task cancelled before its first step must not leave it behind."""
+        """Run `work`, then release the job. The coroutine is created here: otherwise a task that is
+        cancelled before its first step would leave it unawaited."""
         try:
             await work()
         finally:
             self._release(job)
 
     def _release(self, job: Job) -> None:
-        """Once: a sweep may fail when it is on its way already, and has left only once."""
+        """Remove a job; idempotent, since a job may also fail while it is being handed on."""
         if job.released:
             return
         job.released = True

@@ -1,8 +1,7 @@
-"""A host's side of serving: the versions of its blocks, what it takes in and what it answers.
+"""A host's side of serving: the block versions that it offers, and the admission of sweeps.
 
-Decides which versions are kept and what is taken in: bounded in length, count, memory and time;
-beyond that `busy`; and which runs cannot be served at all. Computes nothing: what was taken in
-waits in `queue`, which sends it through a block and on its way.
+Sweeps are bounded in length, count, memory and waiting time; beyond that the answer is `busy`.
+Computing admitted sweeps is `queue`'s task.
 """
 
 from __future__ import annotations
@@ -41,14 +40,14 @@ from swarm.learning.model import Block
 from swarm.learning.noise import target_table
 from swarm.run import Run
 
-VERSIONS_KEPT = 2  # of each block: a request that pinned the one before still finds it
-BUILT_KEPT = 2  # of those versions that are built when they are asked for
+VERSIONS_KEPT = 2  # per block, so that requests for the previous version can still be served
+BUILT_KEPT = 2  # modules kept of versions that are built on demand
 WAITING_MAX = 32  # sweeps in the queue
 HELD_MAX_BYTES = 256 << 20  # payloads of all sweeps that are here
 
 
 def why_not_served(run: Run) -> str | None:
-    """The reason why no host can serve this run, if there is one."""
+    """Why no host can serve this run, or None if it can be served."""
     if run.training.objective == "edm":
         return "blocks of the edm objective need z at every position and cannot be served"
     if run.model.blocks > SWEEP_HOPS_MAX:
@@ -60,7 +59,7 @@ def why_not_served(run: Run) -> str | None:
 
 
 def check_servable(run: Run) -> None:
-    """Before anything is started. Raises `UsageError`."""
+    """Raise `UsageError` if the run cannot be served."""
     reason = why_not_served(run)
     if reason is not None:
         raise UsageError(
@@ -73,7 +72,7 @@ Build = Callable[[], Block | None]  # in a thread; None if the version is gone f
 
 @dataclass(frozen=True)
 class Served:
-    """One version of one block: the module, or how to build it when somebody asks for it."""
+    """One version of one block: its module, or a function that builds it on demand."""
 
     version: Version
     module: Block | Build
@@ -101,10 +100,10 @@ class BlockServer:
         self.joint: JointDenoising | None = None
         if run.denoises:
             self.joint = JointDenoising(run, target_table(run.seed, run.model.width))
-        self.muted = False  # takes nothing new; what is here goes on
-        self.new_block: Callable[[int], None] = lambda block: None  # its first version is here
+        self.muted = False  # admit nothing new; admitted sweeps go on
+        self.new_block: Callable[[int], None] = lambda block: None  # called at its first version
         self._served: OrderedDict[bytes, Served] = OrderedDict()
-        self._built: OrderedDict[bytes, Block] = OrderedDict()  # of the thread that computes
+        self._built: OrderedDict[bytes, Block] = OrderedDict()  # only for the computing thread
         self.queue = SweepQueue(
             self.carrier, self.sessions, self.parts, self.joint, self._module_of
         )
@@ -122,7 +121,7 @@ class BlockServer:
         await self.queue.stop()
 
     def offer(self, block: int, round_: int, digest: bytes, module: Block | Build) -> None:
-        """Serve this version from now on; of each block the newest few are kept."""
+        """Serve this version from now on; the newest `versions_kept` of each block are kept."""
         first = block not in self.blocks
         self._served.pop(digest, None)
         self._served[digest] = Served(Version(block, round_, digest), module)
@@ -133,7 +132,7 @@ class BlockServer:
             self.new_block(block)
 
     def serve_only(self, block: int) -> None:
-        """Drop the versions of all other blocks: a host that trains has moved to this one."""
+        """Drop the versions of all other blocks, when a training host has moved to this one."""
         for digest in [d for d, s in self._served.items() if s.version.block != block]:
             del self._served[digest]
 
@@ -142,7 +141,7 @@ class BlockServer:
         return tuple(sorted({served.version.block for served in self._served.values()}))
 
     def _module_of(self, digest: bytes) -> Block | None:
-        """In the thread that computes, and in no other."""
+        """The module of a version, built if need be. For the computing thread only."""
         for gone in [d for d in self._built if d not in self._served]:
             del self._built[gone]
         served = self._served.get(digest)
@@ -174,7 +173,7 @@ class BlockServer:
     def _admit(
         self, sweep: Sweep, size_bytes: int, caller: bytes
     ) -> contextlib.AbstractContextManager[None]:
-        """Everything that can be said before the payload is read."""
+        """Check everything that can be checked before the payload is read."""
         self._check_run(sweep.run)
         sweep.check()
         shape, hop = self.run.model, sweep.hops()[sweep.place]
@@ -221,18 +220,18 @@ class BlockServer:
         job = Job(sweep, parcel, caller, time.monotonic() + sweep.budget_s, len(payload))
         if sweep.place and sweep.parts > 1:
             key = (sweep.client, sweep.sweep, job.hop.digest)
-            if not self.parts.expects(key, sweep.part):  # it was forgotten while this one came
+            if not self.parts.expects(key, sweep.part):  # they were dropped during this upload
                 raise Refused(ErrorCode.NOT_FOUND, "the parts before it are not here (any more)")
             job.begun = self.parts.take(key, sweep, job.end_s)
         self.queue.put(job)
         return Reply(SweepTaken())
 
     async def _keep(self, sweep: Sweep, payload: bytes) -> None:
-        """The next block is here, too: into our own queue, by the rules for everybody's."""
+        """Take a sweep whose next block we serve too, under the same admission rules."""
         before, me = self.queue.jobs.get(sweep.sweep), self.network.peer_id
         with self._admit(sweep, len(payload), me):
             await self._take(sweep, payload, me)
-        if before is not None:  # whoever waits for it must not see it move backwards
+        if before is not None:  # the progress that the sender sees must not go backwards
             kept = self.queue.jobs[sweep.sweep]
             kept.moves = before.moves
             kept.moved()

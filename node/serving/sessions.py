@@ -1,6 +1,6 @@
-"""The caches that a host keeps for the texts of its clients, between one sweep and the next.
+"""The key/value caches that a host keeps for its clients' texts between sweeps.
 
-Decides how many, how long, and whose go first. Knows nothing of queues or of what is computed.
+They are bounded in number and age; the least recently used goes first.
 """
 
 from __future__ import annotations
@@ -16,13 +16,13 @@ from swarm.writing.sweep import Cache
 SESSIONS_MAX = 64
 SESSIONS_MAX_BYTES = 1 << 30  # keys and values of all sessions with full contexts
 IDLE_S = 60.0
-HOLD_S = 2.0  # what was used so lately does not make room for a newcomer
+HOLD_S = 2.0  # a session used within this time is not evicted for a new one
 
 Key = tuple[bytes, bytes, bytes]  # the client, its session, the version
 
 
 class Sessions:
-    """Sessions by whose they are, the one that was used last at the end."""
+    """Sessions by key, the most recently used at the end."""
 
     def __init__(self, run: Run, idle_s: float = IDLE_S) -> None:
         self.idle_s = idle_s
@@ -34,7 +34,7 @@ class Sessions:
 
     @property
     def full(self) -> bool:
-        """Whether a new one would cost somebody who is in the middle of a text."""
+        """Whether a new session would evict one that is in use."""
         if len(self._kept) < self._most:
             return False
         return next(iter(self._kept.values())).used_s > time.monotonic() - HOLD_S
@@ -45,7 +45,7 @@ class Sessions:
         return session if session is not None and session.length >= start else None
 
     def open(self, key: Key, start: int, new_cache: Callable[[], Cache]) -> Session | None:
-        """The session to go on with; a new one at position 0; None if it is gone."""
+        """The session to go on with, or a new one if `start` is 0; None if it is gone."""
         session = self.find(key, start)
         if session is None:
             if start:
@@ -59,7 +59,7 @@ class Sessions:
         return session
 
     def forget_idle(self) -> None:
-        """Those of clients that went away, or are through."""
+        """Drop the sessions that were not used for `idle_s`."""
         oldest_s = time.monotonic() - self.idle_s
         for key in [k for k, session in self._kept.items() if session.used_s < oldest_s]:
             del self._kept[key]
@@ -69,6 +69,6 @@ class Sessions:
 
 
 def session_bytes(run: Run) -> int:
-    """Keys and values of one full context in one block."""
+    """Size of the keys and values of one full context in one block."""
     shape = run.model
     return 2 * 4 * shape.layers * shape.width * shape.context

@@ -1,9 +1,8 @@
-"""Streams that serving keeps open to other peers: many questions under way on one of them.
+"""Streams that serving keeps open to other peers, one per peer, with pipelined requests.
 
-Decides that a peer gets one stream, that frames follow each other on it without waiting for the
-answers (which come in the order of the questions), when it is replaced, and that its end is noticed
-at once: a host that dies with a sweep in its hands ends its streams. Opening a stream for every
-question would cost a round trip, and a place at the peer. Knows messages, not sweeps.
+Requests do not wait for earlier answers; answers come in the order of the requests. When a host
+dies its streams end, which is noticed at once. A stream per request would cost a round trip and one
+of the peer's limited places.
 """
 
 from __future__ import annotations
@@ -25,21 +24,21 @@ R = TypeVar("R", bound=Message)
 
 IDLE_S = 5.0  # well before a responder gives it up
 BRIEF_IDLE_S = 0.5
-OTHERS = 16  # questions that others may put in between those which must follow each other
-ANSWER_S = 60.0  # every question has a shorter time of its own
+OTHERS = 16  # requests of others that may come between the parts of one sweep
+ANSWER_S = 60.0  # every request has a shorter timeout of its own
 
 
 class PeerStream:
-    """One stream. `lost` is done when it ended although we still wanted it."""
+    """One stream with pipelined requests. `lost` is set if it ends before it is retired."""
 
     def __init__(self, stream: P2pdStream, idle_s: float) -> None:
         self.idle_s = idle_s
         self.retired = False
-        self._assigned = self._answered = 0  # questions
+        self._assigned = self._answered = 0  # counts of requests
         self._told = Tally()
         self.lost: asyncio.Future[WireError] = asyncio.get_running_loop().create_future()
         self._stream = stream
-        # Two channels on one stream, since reading and writing have deadlines of their own.
+        # Two channels on one stream, since reading and writing have separate deadlines.
         self._out = Channel(stream, Deadline.after(ANSWER_S))
         self._in = Channel(stream, Deadline.after(ANSWER_S))
         self._expected: deque[tuple[type[Message], asyncio.Future[Any]]] = deque()
@@ -52,16 +51,16 @@ class PeerStream:
         return not self.retired and not self.lost.done()
 
     def has_room(self, questions: int) -> bool:
-        """Whether so many more can be asked on it."""
+        """Whether so many more requests fit on this stream."""
         return self.usable and self._assigned + questions <= EXCHANGES_PER_STREAM
 
     def assign(self) -> None:
-        """One more question will be asked; after the last that the peer hears it is retired."""
+        """Count one more request; the last one that the protocol allows retires the stream."""
         self._assigned += 1
         self.retired = self.retired or self._assigned >= EXCHANGES_PER_STREAM
 
     def retire(self) -> None:
-        """It ends as soon as all that was asked on it is answered."""
+        """Take no new requests; end as soon as all earlier ones are answered."""
         self.retired = True
         if self._answered == self._assigned:
             self._stream.abort()
@@ -69,14 +68,14 @@ class PeerStream:
     async def ask(
         self, request: Message, wanted: type[R], seconds: float, payload: bytes = b""
     ) -> R:
-        """The answer to one question. What goes wrong on the way ends the stream for all."""
+        """The answer to one request. A failure or timeout ends the stream for all requests."""
         answer: asyncio.Future[R] = asyncio.get_running_loop().create_future()
         try:
             await self._sending.acquire()
         except BaseException:
             self._assigned -= 1
             raise
-        # Whoever asks may be cancelled; half of a frame would end the stream for all the others.
+        # The caller may be cancelled; half a frame would break the stream for all the others.
         self._frame = asyncio.create_task(self._send(request, payload, seconds, wanted, answer))
         self._frame.add_done_callback(_heard)
         await asyncio.shield(self._frame)
@@ -96,7 +95,7 @@ class PeerStream:
         wanted: type[R],
         answer: asyncio.Future[R],
     ) -> None:
-        """A whole frame, with the turn to send held."""
+        """Send one whole frame. The caller has acquired `_sending`, which is released here."""
         try:
             if self.lost.done():
                 raise self.lost.result()
@@ -117,7 +116,7 @@ class PeerStream:
             self._end(error)
 
     async def _read_answer(self) -> bool:
-        """One answer to the oldest question; False if the stream is not needed any longer."""
+        """Read the answer to the oldest request; False if the stream is not needed any longer."""
         before = self._in.tally.bytes_in
         wait_s = ANSWER_S if self._expected else self.idle_s
         self._in.deadline = Deadline.after(wait_s + ANSWER_S, wait_s)  # an answer may just begin
@@ -156,7 +155,7 @@ class PeerStream:
             _, answer = self._expected.popleft()
             if not answer.done():
                 answer.set_exception(error)
-                answer.exception()  # whoever asked may be gone
+                answer.exception()  # marks it as retrieved: the caller may be gone
 
     async def close(self) -> None:
         self._end(Truncated("closed"))
@@ -165,7 +164,7 @@ class PeerStream:
         await asyncio.gather(*ending, return_exceptions=True)
 
     def take_tally(self) -> Tally:
-        """Bytes and frames since it was last asked for."""
+        """Bytes and frames since the last call."""
         read, sent, old = self._in.tally, self._out.tally, self._told
         now = Tally(read.bytes_in, sent.bytes_out, read.frames_in, sent.frames_out)
         self._told = now
@@ -178,13 +177,13 @@ class PeerStream:
 
 
 def _heard(frame: asyncio.Task[None]) -> None:
-    """What went wrong has ended the stream; whoever asked may be gone."""
+    """Mark the error as retrieved: it has ended the stream, and the caller may be gone."""
     if not frame.cancelled():
         frame.exception()
 
 
 class StreamPool:
-    """One stream to every peer that is spoken with."""
+    """One open stream per peer, opened on demand."""
 
     def __init__(self, network: Network) -> None:
         self.network = network
@@ -203,7 +202,7 @@ class StreamPool:
         block: int = BLOCK_NONE,
         brief: bool = False,
     ) -> tuple[R, PeerStream]:
-        """The answer, and the stream that it came on. `brief`: it will not be needed again."""
+        """The answer and its stream. `brief`: the stream will hardly be needed again."""
         stream = await self._stream(peer_id, seconds, BRIEF_IDLE_S if brief else IDLE_S)
         try:
             return await stream.ask(request, wanted, seconds, payload), stream
@@ -215,13 +214,13 @@ class StreamPool:
         self.network.ledger.book(tally, peer_text(peer_id), Purpose.SERVING, block)
 
     async def with_room(self, peer_id: bytes, seconds: float, questions: int) -> PeerStream:
-        """A stream on which so many can follow each other: `assign` and `ask` each of them."""
+        """A stream with room for so many requests; `assign` and `ask` each of them on it."""
         return await self._stream(peer_id, seconds, IDLE_S, questions + OTHERS)
 
     async def _stream(
         self, peer_id: bytes, seconds: float, idle_s: float, questions: int = 0
     ) -> PeerStream:
-        """`questions`: how many it must have room for; with 0 one is assigned here."""
+        """A stream with room for so many requests; with 0, one request is assigned here."""
         lock = self._opening.setdefault(peer_id, asyncio.Lock())
         try:
             async with lock:
@@ -248,7 +247,7 @@ class StreamPool:
                 del self._opening[peer_id]
 
     def _forget(self) -> None:
-        """Drop what has ended; what is only retired still waits for answers."""
+        """Drop streams that have ended; retired ones are kept until they are answered."""
         for peer_id, stream in list(self._streams.items()):
             if not stream.usable:
                 self._old.append(self._streams.pop(peer_id))

@@ -1,8 +1,7 @@
-"""What a host trains it serves as well: each consensus of its block, as soon as there is one.
+"""Serving beside training: a host offers every new consensus of the block that it trains.
 
-Decides that a version has its name at once and is built when somebody asks for it (several of them,
-as modules, would be as large as the block's training), beside the loop. What serving is, and which
-runs cannot be served, stands in `server`; what a consensus is, in `node.replica.replica`.
+A version's digest is computed at once, its module only when a sweep asks for it: several modules
+would take as much memory as the training. Both happen in threads.
 """
 
 from __future__ import annotations
@@ -26,7 +25,7 @@ from swarm.run import Run
 
 _log = logging.getLogger(__name__)
 
-WeightsOf = Callable[[int], Quanta | None]  # the consensus of a round, as long as it is held
+WeightsOf = Callable[[int], Quanta | None]  # round -> its consensus, or None if no longer held
 
 
 class TrainedServer:
@@ -36,13 +35,13 @@ class TrainedServer:
         self.run, self.threads = run, threads
         self.server = BlockServer(network, run_id, run, versions_kept=versions_kept(run))
         self._template: tuple[int, Block] | None = None
-        # Rounds may come faster than versions are named: then the oldest are not.
+        # If rounds come faster than digests are computed the oldest versions are skipped.
         self._offered: deque[tuple[int, int, WeightsOf]] = deque(maxlen=self.server.versions_kept)
         self._wake = asyncio.Event()
         self._builder: asyncio.Task[None] | None = None
 
     def start(self) -> None:
-        if self.threads is not None:  # as many as the training may have, not all there are
+        if self.threads is not None:  # the same limit as for the training
             torch.set_num_threads(self.threads)
         self.server.start()
         self._builder = asyncio.create_task(self._build())
@@ -54,13 +53,13 @@ class TrainedServer:
         await self.server.stop()
 
     def mute(self, muted: bool) -> None:
-        """Take no sweeps, and say so to whoever asks; for a host that is over its budget."""
+        """Refuse new sweeps, or take them again; for a host that is over its budget."""
         self.server.muted = muted
 
     def offer(self, block: int, round_: int, weights_of: WeightsOf) -> None:
-        """The consensus of a block as of a round, -1 before the first. Versions count from 0.
+        """Offer the consensus of a block as of a round, -1 before the first. Versions count from 0.
 
-        `weights_of` is asked in a thread, now and whenever the version is asked for.
+        `weights_of` is called in a thread, now and whenever a sweep asks for the version.
         """
         self._offered.append((block, round_ + 1, weights_of))
         self._wake.set()
@@ -82,7 +81,7 @@ class TrainedServer:
                 self.server.offer(block, version, digest, partial(offer.build, digest))
 
     def _template_of(self, block: int) -> Block:
-        """Made here and not in the thread: making a block draws from torch's one generator."""
+        """A block to copy. Made on the loop's thread: it draws from torch's global generator."""
         if self._template is None or self._template[0] != block:
             self._template = (block, new_template(self.run, block))
         return self._template[1]
@@ -90,7 +89,7 @@ class TrainedServer:
 
 @dataclass(frozen=True)
 class _Offer:
-    """A version of a block whose weights can be had again. All of it is work for a thread."""
+    """A version of a block that can be rebuilt from its weights. Its methods run in a thread."""
 
     template: Block
     round: int
@@ -111,7 +110,7 @@ class _Offer:
 def trained_server(
     network: Network, run_id: bytes, run: Run, threads: int | None, say: Callable[[str], None]
 ) -> TrainedServer | None:
-    """The serving of a host that trains; None, and a word about it, where that cannot be."""
+    """The server of a training host; None, with the reason told by `say`, if it cannot serve."""
     reason = why_not_served(run)
     if reason is not None:
         say(f"{reason}: this host only trains")

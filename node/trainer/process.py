@@ -1,10 +1,9 @@
-"""The training process: one block's worker in a process of its own, beside the network's.
+"""The training process: it trains one block, apart from the node process with its network.
 
-Small models hold Python's lock for most of a step; in one process with the network they would
-stall its loop, and a slow loop is a dead peer. Weights cross in shared memory, orders and answers
-in msgpack over a pipe. Knows nothing of peers, rounds' votes or files other than its checkpoint.
-
-Orders are carried out between two steps, so no weights are ever seen in the middle of one.
+A small model holds Python's lock for most of a step; in one process with the network it would stall
+the event loop, and peers would take the host for dead. Weights cross in shared memory, orders and
+answers as msgpack over a pipe. Orders are carried out between two steps, so that weights are never
+read or changed in the middle of one.
 """
 
 from __future__ import annotations
@@ -47,7 +46,7 @@ HELD_OUT_BYTES = 8192
 
 @dataclass(frozen=True)
 class TrainerSettings:
-    """What a training process is told at its start."""
+    """What a training process gets at its start."""
 
     run: dict[str, Any]
     block: int
@@ -60,11 +59,11 @@ class TrainerSettings:
 
 @dataclass(frozen=True)
 class SharedWeights:
-    """Vectors that both processes see. `copies` are the other blocks that this one reads, in half
-    precision: see `swarm.learning.moving_copy`.
+    """Vectors in memory that both processes share.
 
-    `own` carries what an order is about, and orders come one at a time: the running weights as of a
-    snapshot, a correction to add, weights to set or to evaluate.
+    `own` holds the weights of the current order, one order at a time: a snapshot of the running
+    weights, corrections to add, or weights to set or evaluate. `copies` are the other blocks that
+    this one reads, in half precision (see `swarm.learning.moving_copy`).
     """
 
     own: Floats
@@ -76,7 +75,7 @@ def shared_bytes(own_size: int, copy_sizes: dict[int, int]) -> int:
 
 
 def shared_weights(memory: Any, own_size: int, copy_sizes: dict[int, int]) -> SharedWeights:
-    """The same vectors at the same places of one memory, on both sides."""
+    """Views on the shared memory, laid out alike in both processes."""
     own = np.frombuffer(memory, dtype=np.float32, count=own_size)
     others, at, copies = np.frombuffer(memory, dtype=np.float16, offset=4 * own_size), 0, {}
     for block, size in copy_sizes.items():
@@ -86,9 +85,10 @@ def shared_weights(memory: Any, own_size: int, copy_sizes: dict[int, int]) -> Sh
 
 
 def lay_out(changes: Sequence[Change], scratch: Floats) -> list[int]:
-    """Write corrections into the scratch vector; how many weights each of them has.
+    """Write corrections into the scratch vector. Return how many weights each of them changes.
 
-    Sparse ones, as mostly, as they are: indices, then values. Else their sum, and no counts.
+    Sparse corrections, the usual case, are written one after another as indices, then values. If
+    one is dense or they do not fit, their dense sum is written and the list is empty.
     """
     sparse = [(change.indices, change.values) for change in changes if change.indices is not None]
     counts = [len(values) for _, values in sparse]
@@ -106,7 +106,7 @@ def lay_out(changes: Sequence[Change], scratch: Floats) -> list[int]:
 
 
 def laid_out(scratch: Floats, counts: Sequence[int]) -> list[Change]:
-    """What `lay_out` wrote."""
+    """Read back what `lay_out` wrote."""
     found, at = [], 0
     for count in counts:
         values = scratch[at + count : at + 2 * count]
@@ -116,7 +116,7 @@ def laid_out(scratch: Floats, counts: Sequence[int]) -> list[Change]:
 
 
 def trainer_main(connection: Connection, order: dict[str, Any], memory: Any) -> None:
-    """The process. It ends when it is told to, or when the other end of the pipe is gone."""
+    """Main function of the process: runs until ordered to stop or until the pipe closes."""
     signal.signal(signal.SIGINT, signal.SIG_IGN)  # Ctrl-C reaches us too; the node decides
     os.nice(5)  # the network's loop comes first
     keep_freed_memory()
@@ -156,12 +156,12 @@ class _Trainer:
             run.training.batch,
             stream_seed("windows", run.seed, settings.stream, settings.block),
         )
-        # No more windows at once than a step has: an evaluation must not be a host's peak.
+        # No more windows at once than a step has: evaluation must not raise the peak memory.
         self.held_out = held_out_batches(
             corpus, "valid", run.model.context, HELD_OUT_BYTES, run.training.batch
         )
         self.position = 0  # of our own stream of windows
-        self.steps = 0  # of this process; a resumed one did the others before
+        self.steps = 0  # of this process: steps before a resume are not counted
         self.budget = 0  # steps left in this round
         self.paused = False
         self.loss_nats: float | None = None
@@ -219,7 +219,7 @@ class _Trainer:
                 return {}
             case "replace":
                 load_flat(self.worker.block, self.shared.own)
-                self.worker.optimizer.load({})  # the gradients of other weights are no guide
+                self.worker.optimizer.load({})  # its moments belong to the old weights
                 return {}
             case "evaluate":
                 return {"ce_nats": self._evaluate(self.shared.own)}
@@ -236,7 +236,7 @@ class _Trainer:
         return [self.copies[j] for j in range(self.worker.index) if j in self.copies]
 
     def _evaluate(self, flat: Floats) -> float:
-        """Honest CE of this block with other weights, on the host's held-out bytes."""
+        """Honest CE of this block with the given weights, on the host's held-out bytes."""
         twin = frozen_copy(self.worker.block)
         load_flat(twin, flat)
         if self.run.model.relays:
@@ -248,7 +248,7 @@ class _Trainer:
 
     @torch.no_grad()
     def _relayed_ce(self, block: Block) -> float:
-        """The same over what the blocks before it relay, one copy in full at a time."""
+        """Honest CE over what the copies of earlier blocks relay, one in full at a time."""
         total, count = 0.0, 0
         for windows in self.held_out:
             x, y = windows[:, :-1].to(self.worker.device), windows[:, 1:].to(self.worker.device)
@@ -281,7 +281,7 @@ class _Trainer:
 
 
 def _check_corpus(corpus: Corpus, settings: TrainerSettings) -> None:
-    """Refuse another text than the run names: its CE would mean something else."""
+    """Refuse a text other than the run's: its CE would not be comparable."""
     wanted = settings.data_sha256
     if wanted and corpus.sha256 != wanted:
         raise DataError(

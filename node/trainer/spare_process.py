@@ -1,8 +1,8 @@
-"""A process that will train: started before anybody knows what, so that its imports are done then.
+"""A training process that is started early, so that it imports torch while `join` finds the run.
 
-Importing torch takes as long as finding the run does, and the two do not need each other: `join`
-starts the process first. It waits for its order, a trainer's settings and the shared memory of the
-weights. Imports nothing heavy here; the order is msgpack and a file descriptor, no pickle.
+Both take about as long. The process then waits for its order: the trainer's settings as msgpack,
+and a file descriptor of the weights' shared memory (no pickle). This module must not import
+anything heavy.
 """
 
 from __future__ import annotations
@@ -30,14 +30,14 @@ _spare: Started | None = None
 
 
 def prepare() -> None:
-    """Start a spare process, for the next `take`."""
+    """Start the spare process for the next `take`, unless there is one."""
     global _spare
     if _spare is None:
         _spare = _start()
 
 
 def take() -> Started:
-    """The spare process, or a new one."""
+    """The spare process if it is alive, else a new one."""
     global _spare
     started, _spare = _spare, None
     if started is not None and not started[0].is_alive():
@@ -47,7 +47,7 @@ def take() -> Started:
 
 
 def discard() -> None:
-    """No process is needed after all."""
+    """End the spare process, which is not needed after all."""
     global _spare
     started, _spare = _spare, None
     if started is not None:
@@ -56,10 +56,10 @@ def discard() -> None:
 
 
 def leave_none() -> None:
-    """Before this process ends: no child of ours may outlive it.
+    """End all child processes, before this process ends.
 
-    Beside its first child multiprocessing starts one more, which tidies up named semaphores and
-    shared memory. We have none, and it would notice our end some 40 ms after it.
+    With its first child multiprocessing starts another one, which cleans up named semaphores and
+    shared memory. We use neither, and it would outlive us by some 40 ms.
     """
     discard()
     helper: int | None = getattr(resource_tracker._resource_tracker, "_pid", None)
@@ -81,7 +81,7 @@ def _start() -> Started:
     context = multiprocessing.get_context("spawn")
     ours, theirs = context.Pipe()
     process = context.Process(target=_wait_for_order, args=(theirs,), daemon=True)
-    with no_interrupts():  # Ctrl-C reaches a child of the terminal, too; this one does not hear it
+    with no_interrupts():  # the child inherits the blocked SIGINT: Ctrl-C reaches it as well
         process.start()
     theirs.close()
     return process, ours
@@ -91,7 +91,7 @@ def _start() -> Started:
 
 
 def anonymous_memory(size_bytes: int) -> tuple[int, mmap.mmap]:
-    """A file without a name, and its memory: gone with the processes, however they end."""
+    """The descriptor and mapping of an unnamed file, freed when the processes end, however."""
     if hasattr(os, "memfd_create"):
         fd = os.memfd_create("blockswarm-weights")
     else:
@@ -102,14 +102,14 @@ def anonymous_memory(size_bytes: int) -> tuple[int, mmap.mmap]:
 
 
 def give_order(started: Started, order: dict[str, Any], memory_fd: int) -> None:
-    """What `_wait_for_order` waits for. Raises OSError if the process is gone."""
+    """Send the process its order. Raises OSError if the process is gone."""
     process, connection = started
     connection.send_bytes(msgpack.packb(order))
     reduction.send_handle(connection, memory_fd, process.pid)
 
 
 def _wait_for_order(connection: Connection) -> None:
-    """The process. It ends when the other end of the pipe is gone."""
+    """Main function of the process: import, receive the order, train. Ends with the pipe."""
     threading.Thread(target=_end_with_owner, daemon=True).start()
     from node.trainer.process import trainer_main
 
@@ -117,14 +117,14 @@ def _wait_for_order(connection: Connection) -> None:
         order = msgpack.unpackb(connection.recv_bytes(), strict_map_key=False)
         fd = reduction.recv_handle(connection)
     except (EOFError, OSError):
-        return  # nobody wants us
+        return  # the parent is gone
     memory = mmap.mmap(fd, 0)
     os.close(fd)
     trainer_main(connection, order, memory)
 
 
 def _end_with_owner() -> None:
-    """Beside whatever goes on: an import of many seconds or a long step looks at no pipe."""
+    """End with the parent, from a thread: a long import or step does not look at the pipe."""
     owner = multiprocessing.parent_process()
     assert owner is not None
     owner.join()

@@ -1,7 +1,6 @@
 """The node's side of its training process: start it, give it orders, notice when it dies.
 
-Decides nothing about training. Every order has a deadline; a process that misses one is as good
-as dead and is ended. Runs on the node's event loop.
+Every order has a deadline, and a process that misses one is killed. Runs on the node's event loop.
 """
 
 from __future__ import annotations
@@ -49,7 +48,7 @@ OnDeath = Callable[[], None]
 
 
 class BlockTrainer(Protocol):
-    """What a host needs of whoever trains its block: see `Trainer`, the one in a process."""
+    """The interface of a block's trainer. `Trainer`, with a process of its own, implements it."""
 
     async def start(self) -> None: ...
 
@@ -77,7 +76,7 @@ class BlockTrainer(Protocol):
 
 
 class Trainer:
-    """One training process. `on_progress` hears its progress, `on_death` its unexpected end."""
+    """One training process. Calls `on_progress` with its progress, `on_death` if it dies."""
 
     def __init__(
         self,
@@ -95,7 +94,7 @@ class Trainer:
             "own_size": own,
             "copy_sizes": sizes,
         }
-        # The descriptor lives as long as we do: a process that died is started again with it.
+        # The descriptor stays open for as long as this object: the process may be restarted.
         self._memory_fd, memory = spare_process.anonymous_memory(shared_bytes(own, sizes))
         finalize(self, os.close, self._memory_fd)
         self.shared: SharedWeights = shared_weights(memory, own, sizes)
@@ -117,7 +116,7 @@ class Trainer:
         self._connection = ours
         self._ready = loop.create_future()
         loop.add_reader(ours.fileno(), self._on_readable)
-        with suppress(OSError):  # it died: `_on_readable` hears of it
+        with suppress(OSError):  # it died: `_on_readable` notices that
             spare_process.give_order(started, self._order_to_begin, self._memory_fd)
         try:
             async with asyncio.timeout(START_DEADLINE_S):
@@ -130,7 +129,7 @@ class Trainer:
             raise TrainerError(answer["message"], answer["hint"])
 
     async def stop(self) -> None:
-        """End the process: kindly, then by force. Never takes longer than a few seconds."""
+        """End the process: by an order, then by SIGKILL. Takes at most a few seconds."""
         process, self._process = self._process, None
         if process is None:
             return
@@ -140,15 +139,15 @@ class Trainer:
                     async with asyncio.timeout(STOP_S):
                         await self._order({"op": "stop"})
                 except (TimeoutError, TrainerError):
-                    process.kill()  # what has to be kept was saved before
+                    process.kill()  # checkpoints were saved before
             self._forget(TrainerError("the training process was stopped"))
             await asyncio.to_thread(process.join, STOP_S)
             if process.is_alive():
                 process.kill()
                 await asyncio.to_thread(process.join)
         except BaseException:
-            # Cancelled: nobody else knows of the process any more, and it would train on beside
-            # the next one. Its end is not waited for: the start of the next one reaps it.
+            # Cancelled: without this the process would train on, unreferenced, beside the next
+            # one. It is not joined here: starting the next process reaps it.
             process.kill()
             self._forget(TrainerError("the training process was stopped"))
             raise
@@ -157,12 +156,12 @@ class Trainer:
     # Orders.
 
     async def begin_round(self, step: int, steps: int, rate_factor: float = 1.0) -> None:
-        """It may do so many steps, the first of which is `step` of the schedule."""
+        """Allow `steps` training steps, the first of which is number `step` of the schedule."""
         order = {"op": "round", "step": step, "steps": steps, "rate_factor": rate_factor}
         await self._order(order)
 
     async def renew_copies(self, copies: Mapping[int, Quanta]) -> None:
-        """Give it newer versions of the blocks that it reads."""
+        """Hand over newer versions of the other blocks that training reads."""
         async with self._copies_lock:
             for block, consensus in copies.items():
                 await asyncio.to_thread(write_floats, consensus, self.shared.copies[block])
@@ -170,25 +169,25 @@ class Trainer:
                 await self._order({"op": "copies", "blocks": sorted(copies)})
 
     async def snapshot(self) -> Floats:
-        """The running weights, between two steps."""
+        """A copy of the running weights, taken between two steps."""
         async with self.held() as weights:
             return weights.copy()
 
     @asynccontextmanager
     async def held(self) -> AsyncIterator[Floats]:
-        """The same, not copied: valid until the context ends, and other orders wait for that."""
+        """Like `snapshot` without a copy: valid in the context, which blocks other such orders."""
         async with self._shared_lock:
             await self._order({"op": "snapshot"})
             yield self.shared.own
 
     async def correct(self, changes: Sequence[Change]) -> None:
-        """Add these to the running weights, all of them between the same two steps."""
+        """Add changes to the running weights, all of them between the same two steps."""
         async with self._shared_lock:
             counts = await asyncio.to_thread(lay_out, changes, self.shared.own)
             await self._order({"op": "correct", "counts": counts})
 
     async def replace(self, flat: Floats) -> None:
-        """Set the running weights. What the optimizer remembers of the old ones is forgotten."""
+        """Set the running weights and reset the optimizer's state."""
         async with self._shared_lock:
             await asyncio.to_thread(np.copyto, self.shared.own, flat)
             await self._order({"op": "replace"})
@@ -225,7 +224,7 @@ class Trainer:
             raise TrainerError("the training process died") from error
         except TimeoutError:
             if self._process is not None and order["op"] != "stop":
-                self._process.kill()  # as good as dead; its end is noticed like any other
+                self._process.kill()  # `_on_readable` notices its end
             raise TrainerError(f"the training process did not answer {order['op']}") from None
         finally:
             self._waiting.pop(number, None)
@@ -258,7 +257,7 @@ class Trainer:
                 future.set_result(message)
 
     def _forget(self, error: TrainerError) -> None:
-        """Close our end; whoever still waits hears why."""
+        """Close our end of the pipe; all pending orders fail with `error`."""
         connection, self._connection = self._connection, None
         if connection is None:
             return

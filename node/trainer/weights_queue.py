@@ -1,8 +1,7 @@
-"""What touches the running weights, one thing after another, in the order in which it was decided.
+"""A queue of all work that reads or changes the running weights, done in the order it was put.
 
-Corrections, updates and saved states all read or change the weights of the training process; each
-is right only if all before it are done and none after it. Decides that order, and that after the
-process was lost nothing is done until its weights are set anew. Knows nothing of rounds.
+Corrections, updates and saved states are only right if all work before them is done and none after
+them. Once the weights are lost, work is skipped until a reset sets them anew.
 """
 
 from __future__ import annotations
@@ -19,7 +18,7 @@ Work = Callable[[], Awaitable[None]]
 
 
 class WeightsQueue:
-    """`on_lost` is called when an order failed: the weights are not what they should be."""
+    """Runs work on the weights in order. Calls `on_lost` when an order to the trainer fails."""
 
     def __init__(self, on_lost: Callable[[str], None]) -> None:
         self.on_lost = on_lost
@@ -27,15 +26,15 @@ class WeightsQueue:
         self._work: asyncio.Queue[tuple[Work, bool, Callable[[], None]]] = asyncio.Queue()
 
     def put(self, work: Work, skipped: Callable[[], None] = lambda: None) -> None:
-        """`skipped` is called instead if the weights are lost when its turn comes."""
+        """Queue work. If the weights are lost when its turn comes, `skipped` is called instead."""
         self._work.put_nowait((work, False, skipped))
 
     def put_reset(self, work: Work) -> None:
-        """Work that sets the weights, whatever they are: the end of being lost."""
+        """Queue work that replaces all weights; clears `lost`."""
         self._work.put_nowait((work, True, lambda: None))
 
     def lose(self, why: str) -> None:
-        """The weights are gone, or worthless. What is queued before the next reset is skipped."""
+        """Mark the weights as lost: work before the next reset is skipped."""
         self.lost = True
         self.on_lost(why)
 
