@@ -1,18 +1,18 @@
 """Tensor codecs: a flat float32 vector to self-describing bytes and back. See SPEC_CODECS.md.
 
     encoded = encode(update, "topk:0.02:2")     # a vector and a CodecSpec or its text form
-    feedback = encoded.residual(update)         # what the bytes do not say; the sender keeps it
+    feedback = encoded.residual(update)         # the compression error, kept by the sender
     decoded = decode(data, expected_size)       # float32, sparse or dense
     indices, fixed = decode_fixed(data, size)   # the same in integers, for the aggregation
 
-Decoded values are integer multiples of one quantum (`fixed.py` says which and why), so that all
-replicas aggregate to the same bits. For int8, int4 and top-k the two forms are equal exactly:
-value = fixed * 2^-40. For fp32 and bf16 the floats are as sent and the integers are rounded.
+Decoded values are integer multiples of one quantum (see `fixed.py`), so that all replicas
+aggregate to the same bits. For int8, int4 and top-k the two forms are exactly equal: value =
+fixed * 2^-40. For fp32 and bf16 the floats are as sent and the integers are rounded.
 
-Every decoder takes hostile bytes: sizes are compared with `expected_size` before anything is
-allocated, and whatever no encoder writes is refused with a `CodecError`.
+Decoders accept untrusted bytes: sizes are compared with `expected_size` before anything is
+allocated, and bytes that no encoder writes are refused with a `CodecError`.
 
-Works on numpy arrays and CPU torch tensors, needs only numpy; knows nothing of models or peers.
+Works on numpy arrays and CPU torch tensors.
 """
 
 from __future__ import annotations
@@ -88,7 +88,7 @@ __all__ = [
 
 @dataclass(frozen=True)
 class Decoded:
-    """A vector as a receiver sees it. `indices` is None if all coordinates are there."""
+    """A decoded vector. `indices` is None if it has all coordinates."""
 
     size: int
     indices: Int32s | None
@@ -105,7 +105,7 @@ class Decoded:
 
 @dataclass(frozen=True)
 class Encoded:
-    """A payload, and (on demand, for dense codecs) what a receiver decodes from it."""
+    """A payload, and what a receiver decodes from it (for dense codecs computed on demand)."""
 
     data: bytes
     size: int
@@ -118,7 +118,7 @@ class Encoded:
         return Decoded(self.size, self.sparse.indices, from_fixed(self.sparse.fixed))
 
     def residual(self, vector: Any) -> Float32s:
-        """Error feedback: vector - decoded, a new array."""
+        """Error feedback: vector - decoded, as a new array."""
         rest = np.array(_as_float32(vector))
         if self.decoded.indices is None:
             rest -= self.decoded.values
@@ -128,9 +128,9 @@ class Encoded:
 
 
 def encode(vector: Any, spec: CodecSpec | str = DEFAULT_CODEC) -> Encoded:
-    """Encode a flat vector (numpy or CPU torch, float32). Refuses NaN and Inf, clips to limits.
+    """Encode a flat float32 vector (numpy or CPU torch). Refuses NaN and Inf, clips to limits.
 
-    Or a `Source`, which is read in segments: top-k needs no more of it than what it keeps.
+    A `Source` is read in segments: top-k holds only the coordinates that it keeps.
     """
     if isinstance(spec, str):
         spec = CodecSpec.parse(spec)
@@ -149,12 +149,12 @@ def encode(vector: Any, spec: CodecSpec | str = DEFAULT_CODEC) -> Encoded:
 
 
 def read_header(data: bytes, expected_size: int) -> Header:
-    """Codec, block and size, checked; nothing else is read."""
+    """The checked header: codec, block and size. Nothing else is read."""
     return Reader(data, expected_size).header
 
 
 def decode(data: bytes, expected_size: int, max_kept: int | None = None) -> Decoded:
-    """Decode to float32. `max_kept` (see CodecSpec.max_kept) bounds what a top-k may hold."""
+    """Decode to float32. `max_kept` (see CodecSpec.max_kept) bounds a top-k's coordinates."""
     reader = Reader(data, expected_size)
     if reader.header.codec == CodecId.TOPK:
         sparse = topk.decode_topk(reader, max_kept)
@@ -172,7 +172,7 @@ def decode_fixed(
 ) -> tuple[Int32s | None, Ints]:
     """Decode to (indices or None, int64 values in quanta of 2^-40, magnitude at most 2^52).
 
-    With `of_quanta`, a function of each single value, to what it makes of them.
+    `of_quanta`, an elementwise function, is applied to the values.
     """
     reader = Reader(data, expected_size)
     if reader.header.codec == CodecId.TOPK:
@@ -184,7 +184,7 @@ def decode_fixed(
 
 
 def _as_float32(vector: Any) -> Float32s:
-    """A flat, contiguous float32 view of a numpy array or a CPU torch tensor, or a source read."""
+    """A flat, contiguous float32 array of a numpy array, a CPU torch tensor or a `Source`."""
     if isinstance(vector, Source):
         vector = vector.read(0, np.empty(vector.size, dtype=np.float32))
     if hasattr(vector, "detach"):
