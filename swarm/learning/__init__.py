@@ -1,18 +1,18 @@
-"""A block that learns, and blocks that are one model. Knows nothing of peers or rounds.
+"""Training of a block, and composition of blocks to one model; without peers or rounds.
 
-model              layers, a self-contained block, the reference's layers
-gradients          rotation, norm and ReLU, in fewer passes over memory
-head_loss          the head's loss, likewise
-optimizer          how weights follow their gradients: Muon, AdamW
-noise              which sigmas a block trains on, the targets, the leak
-objective          how a prediction meets the evidence of z: bayes, edm, plain
-joint_denoising    all bytes of an output at once: what a block trains on for that
+model              layers, a self-contained block, the end-to-end reference
+gradients          rotation, norm and squared ReLU in fewer passes over memory
+head_loss          the head's cross entropy, a slice of rows at a time
+optimizer          Muon and AdamW
+noise              the sigmas of each block, the targets, the leak
+objective          the denoising objectives: bayes, edm, plain
+joint_denoising    training and sweeps that denoise all output bytes together
 coupling           which versions of other blocks a worker reads
-moving_copy        how copies of other blocks move to new versions
-worker             one worker trains one block
+moving_copy        copies of other blocks that move gradually to new versions
+worker             trains one block
 flat               a block's weights as one vector
-composition        how the blocks' predictions become one
+composition        the blocks' predictions as one
 evaluate           honest and teacher-forced CE
 local              all workers in one process
-reference          the end-to-end reference
+reference          trains the end-to-end reference
 """

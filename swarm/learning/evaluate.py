@@ -1,6 +1,6 @@
-"""Honest cross entropy: the model predicts, and only then are the targets looked at.
+"""Honest and teacher-forced cross entropy, in nats per byte.
 
-Knows nothing of where windows come from. Every figure is in nats per byte.
+Honest: the prediction is complete before the targets are read.
 """
 
 from __future__ import annotations
@@ -53,15 +53,12 @@ def _perplexity(ce_nats: float) -> float:
 
 
 def nll_sum(log_probs: Tensor, y: Tensor) -> float:
-    """Summed -log p of the true bytes, in float64: thousands of windows are added up."""
+    """Sum of -log p of the true bytes, in float64 since thousands of windows are added up."""
     return -float(log_probs.gather(-1, y.unsqueeze(-1)).cpu().double().sum())  # MPS has no double
 
 
 def honest_ce(model: ComposedModel, batches: Iterable[Tensor], noise_seed: int = 0) -> Evaluation:
-    """Evaluate on windows of bytes: inputs are all but the last of each, targets all but the first.
-
-    The prediction is complete before the targets are read.
-    """
+    """Evaluate on windows of bytes: inputs are all but the last, targets all but the first."""
     total, count = 0.0, 0
     each_total: list[float] = [0.0] * len(model.blocks)
     generator = torch.Generator().manual_seed(noise_seed)
@@ -90,8 +87,8 @@ def teacher_forced_ce(
 ) -> float:
     """A block's CE with z made from the target, as in training.
 
-    Beside the honest CE it shows what the block reads out of its own target; it says nothing of
-    quality. `objective` is the worker's own if its sigmas have moved since the start.
+    Compared with the honest CE it shows how much the block reads from its own target; it is no
+    measure of quality. `objective`: the worker's, if its sigmas have moved since the start.
     """
     run, block = model.run, model.blocks[index]
     if block is None:
