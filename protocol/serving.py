@@ -1,7 +1,7 @@
 """Messages between a client and the hosts of a sweep, and the form of a route. Kinds 64 to 71.
 
 A sweep goes from host to host (SWEEP, answered at once by SWEEP_TAKEN). The sender keeps it and
-asks SWEEP_WAIT until SWEEP_HANDED says that the host after the next has it, and so notices a host
+asks the receiver SWEEP_WAIT until SWEEP_HANDED says that it was handed on, and so notices a host
 that stalls. The last host sends the result to the client. The payloads' arrays are `parcel.py`'s.
 """
 

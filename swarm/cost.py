@@ -83,7 +83,7 @@ def encoded_bytes(codec: CodecSpec, size: int) -> float:
 
 
 def expected_step_bytes(runfile: RunFile, replicas: int, block: int | None = None) -> int:
-    """The updates in one step of the log; at most the size of the dense weights."""
+    """Bytes of the updates in one step of the log; at most those of the dense weights."""
     dense = 4 * runfile.parameters(block)
     return min(max(1, replicas) * expected_update_bytes(runfile, block), dense)
 

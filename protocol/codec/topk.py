@@ -97,7 +97,7 @@ def encode_topk(vector: Float32s | Source, spec: CodecSpec) -> tuple[bytes, Spar
     shift, codes = _chunk_scales(magnitudes, per_chunk, spec.value_bits)
     scales = scale_values(codes, SCALE_MANTISSA_BITS) << shift
     if not scales.all():
-        kept = np.flatnonzero(np.repeat(scales, per_chunk))  # chunks whose scale rounds to 0 go
+        kept = np.flatnonzero(np.repeat(scales, per_chunk))  # without chunks of scale 0
         indices, values, magnitudes = indices[kept], values[kept], magnitudes[kept]
         per_chunk = np.where(scales > 0, per_chunk, 0)
     magnitudes /= np.repeat(scales, per_chunk)

@@ -85,7 +85,7 @@ NOW_DEVIATIONS_SQUARED = 3**2
 MEAN_DEVIATIONS_SQUARED = 5**2
 SILENT_X16 = 1  # below 1/16 of the recent norms an update is silent
 PAIR_TIMES = 16 // SILENT_X16  # of two updates, one shorter than 1/16 of the other is silent
-MIN_PAST = 3  # an average is used only with more than so many rounds
+MIN_PAST = 3  # an average is used only over more rounds than this
 
 Trending = Trend | FixedUpdate | Sequence[FixedUpdate] | None
 

@@ -33,15 +33,15 @@ from protocol.log import Entry
 from swarm.consensus.log import ConsensusLog, MoveMode, MovePlan
 
 FRESH = 2
-AWAY = 16  # a head that is so many rounds old no longer counts
-YOUNG = 16  # a log of at most so many entries makes no contributors
+AWAY = 16  # rounds after which an old head no longer counts
+YOUNG = 16  # a log with no more entries than this makes no contributors
 REBASE_DEPTH = 4
 
 
 class Word(enum.IntEnum):
     """How well we know a peer: stranger < seen for some rounds < contributed.
 
-    Only heads of the best known kind that is present count.
+    Only heads of peers at the highest level that is present count.
     """
 
     STRANGER = 0

@@ -25,7 +25,7 @@ class TrustRules:
     fault_memory: int = 16
     exclusion: int = 8
     longest_exclusion: int = 256
-    absence: int = 16  # a peer not seen for so long starts anew
+    absence: int = 16  # a peer not seen for more rounds than this starts anew
 
 
 @dataclass(frozen=True)

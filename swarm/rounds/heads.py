@@ -51,8 +51,8 @@ def give_up_waiting(state: RoundState, out: list[act.Action]) -> RoundState:
     """Return updates whose rounds have stayed undecided for IN_FLIGHT rounds.
 
     A voter that agrees to nothing, or lines too slow for any update, could leave all rounds
-    undecided: the updates in flight would pile up and never be sent again. Rounds of a wrong clock
-    are never decided either.
+    undecided: the updates in flight would pile up and never be sent again. Also those of future
+    rounds, from a wrong clock, which may never be decided.
     """
     at = state.round
     late = {ref for ref, number in state.in_flight.items() if not at - IN_FLIGHT <= number <= at}
