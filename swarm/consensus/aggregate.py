@@ -84,7 +84,7 @@ AGREED_X1024 = 10  # below a median score of 0.01 the others agree on no directi
 NOW_DEVIATIONS_SQUARED = 3**2
 MEAN_DEVIATIONS_SQUARED = 5**2
 SILENT_X16 = 1  # below 1/16 of the recent norms an update is silent
-PAIR_TIMES = 16 // SILENT_X16  # of two updates, one shorter than 1/16 of the other is silent
+PAIR_TIMES = 16 // SILENT_X16  # of two updates, the log's norm is at most this times the shorter's
 MIN_PAST = 3  # an average is used only over more rounds than this
 
 Trending = Trend | FixedUpdate | Sequence[FixedUpdate] | None
