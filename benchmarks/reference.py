@@ -1,7 +1,6 @@
-"""The end-to-end reference: the same layers and schedule, one loss, gradients through all of it.
+"""The end-to-end baseline of BlockTrain: the same layers and schedule, gradients through all.
 
-What BlockTrain is measured against. It holds the whole model's gradients and optimizer state,
-which is what a block's worker is spared.
+Unlike a block's worker it holds the whole model's gradients and optimizer state.
 """
 
 from __future__ import annotations
@@ -84,7 +83,7 @@ class ReferenceWorker:
         return losses[-1].item()
 
     def state(self) -> dict[str, Tensor]:
-        """Everything that a resumed training needs."""
+        """The state for a checkpoint."""
         model = {f"model.{name}": tensor for name, tensor in self.model.state_dict().items()}
         optimizer = {f"optimizer.{n}": tensor for n, tensor in self.optimizer.tensors().items()}
         return {**model, **optimizer, "steps_done": torch.tensor(self.steps_done)}

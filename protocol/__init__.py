@@ -1,4 +1,4 @@
 """What crosses the wire: identity, records, frames, messages, tensor codecs, the byte ledger.
 
-Knows nothing of models, training or sockets. `SPEC.md` in this folder is its contract.
+No sockets and no training code. `SPEC.md` in this folder specifies every byte.
 """

@@ -1,11 +1,10 @@
-"""Whom a reader believes first, and what a storing node keeps when strangers flood a key.
+"""Which records a reader considers, and which a storing node keeps when a key is flooded.
 
-Decides with bounded time and memory, however many records there are. Knows only verified records
-and (in `read_entries`) claims that it verifies itself; nothing of hivemind or the network.
+Time and memory are bounded, however many records there are.
 
-Addresses are claims. Diversity by claimed network costs an attacker little more than diversity by
-identity would; it stops accidents and lazy floods. What counts in the end is `seen_rounds`: peers
-whose updates were exchanged for some rounds.
+Known limit: addresses are only claims. Diversity of claimed networks costs an attacker little more
+than diversity of identities; it stops accidents and lazy floods. What protects in the end is
+`seen_rounds`: peers whose updates were exchanged for some rounds come first.
 """
 
 from __future__ import annotations
@@ -32,10 +31,10 @@ from protocol.records import HOST_PATTERN, SignedRecord, check_signature, parse_
 
 
 def address_group(addresses: tuple[str, ...]) -> str:
-    """Who is likely to be one and the same operator: /16 for IPv4, /32 for IPv6.
+    """The network of a peer, as a guess at its operator: /16 for IPv4, /32 for IPv6.
 
-    Hosts behind one relay share the relay's network; all names are one group, since a domain
-    yields as many as one likes.
+    Hosts behind one relay share the relay's network. All DNS names are one group, since the owner
+    of a domain can make any number of them.
     """
     if not addresses:
         return "none"
@@ -54,11 +53,11 @@ def select(
     seen_rounds: Mapping[bytes, int],
     salt: bytes = b"",
 ) -> list[SignedRecord]:
-    """At most `cap` live peers, the newest record of each, known ones and many networks first.
+    """The newest records of at most `cap` live peers, known peers first, spread over networks.
 
-    Work is bounded by RECORDS_CONSIDERED. A quarter of the places stays open for strangers, so
-    that newcomers can enter. `salt` (secret, of this reader) orders strangers within a network:
-    nobody can grind identities that come first, and readers do not all pick the same ones.
+    Work is bounded by RECORDS_CONSIDERED. A quarter of the places is for unknown peers, so that
+    newcomers can enter. `salt`, a secret of this reader, orders peers within a network: identities
+    cannot be ground to come first, and readers do not all pick the same ones.
     """
     newest: dict[bytes, SignedRecord] = {}
     for _, signed in zip(range(RECORDS_CONSIDERED), records, strict=False):
@@ -77,7 +76,7 @@ def select(
 def _spread(
     records: list[SignedRecord], seen_rounds: Mapping[bytes, int], salt: bytes
 ) -> list[SignedRecord]:
-    """In turns over the networks; within one by rounds seen, then by a salted hash."""
+    """Records ordered round robin over networks; within one by rounds seen, then by salted hash."""
 
     def rank(signed: SignedRecord) -> tuple[int, bytes]:
         return -seen_rounds.get(signed.peer_id, 0), content_digest(salt + signed.peer_id)
@@ -98,10 +97,10 @@ def read_entries(
     seen_rounds: Mapping[bytes, int],
     salt: bytes = b"",
 ) -> list[SignedRecord]:
-    """`select` over (key, subkey, value, expiration) from an untrusted source.
+    """Verify (key, subkey, value, expiration) from an untrusted source, then `select`.
 
-    Parses at most RECORDS_CONSIDERED, checks at most SIGNATURES_PER_LOOKUP signatures; known
-    peers and many networks come first there too. Whatever is invalid is left out.
+    Parses at most RECORDS_CONSIDERED, checks at most SIGNATURES_PER_LOOKUP signatures, in the same
+    order of preference. Invalid records are left out.
     """
     claims: list[SignedRecord] = []
     for _, entry in zip(range(RECORDS_CONSIDERED), entries, strict=False):
@@ -125,7 +124,7 @@ def read_entries(
 
 @dataclass(frozen=True)
 class Verdict:
-    """Whether an offered record is kept, whose record had to go for it, and why not."""
+    """Whether an offered record is kept, which records it displaced, or why it was refused."""
 
     kept: bool
     evicted: tuple[bytes, ...] = ()  # subkeys
@@ -135,8 +134,8 @@ class Verdict:
 class _Key:
     """The records of one key, in the order of arrival (a renewal keeps its place).
 
-    Networks are remembered: working them out again for each newcomer took a flood of 10,000 from
-    0.1 s to 15 s.
+    Their networks are kept: computing them again for each newcomer made a flood of 10,000 records
+    take 15 s instead of 0.1 s.
     """
 
     def __init__(self) -> None:
@@ -165,7 +164,7 @@ class _Key:
         return tuple(k for k, signed in self.records.items() if signed.expiration_s <= now_s)
 
     def superfluous(self, newcomer: bytes) -> bytes:
-        """The latest comer of the most crowded network; in a tie the newcomer goes."""
+        """Which record to drop: the latest of the largest network; in a tie the newcomer."""
         most = max(self.crowd.values())
         if self.crowd[self.groups[newcomer]] == most:
             return newcomer
@@ -174,12 +173,12 @@ class _Key:
 
 
 class RecordTable:
-    """The records of one storing node, bounded per key and in keys.
+    """The records of one storing node, with a limit on keys and on records per key.
 
-    A full key drops from the network (address group) that holds most of it, the latest comer
-    first: a flood from one place displaces itself, and peers that were here before it stay. With
-    `runs` given, other runs' records are not kept at all; with `blocks`, none of blocks that the
-    run does not have, which would cost one identity nothing and take all of the keys.
+    A full key drops the latest record of the network (address group) with most records: a flood
+    from one network displaces itself, and earlier peers stay. With `runs`, records of other runs
+    are refused; with `blocks`, those of blocks that the run does not have, with which one identity
+    could take all keys.
     """
 
     def __init__(
@@ -207,7 +206,7 @@ class RecordTable:
         return [signed for signed in held.records.values() if signed.expiration_s > now_s]
 
     def offer(self, signed: SignedRecord, now_s: float) -> Verdict:
-        """Decide about a *verified* record. Time is bounded by records_per_key."""
+        """Keep or refuse a *verified* record. Time is bounded by records_per_key."""
         if self._runs and signed.record.run not in self._runs:
             return Verdict(False, reason="another run")
         if self._blocks is not None and self._blocks <= signed.record.block != BLOCK_NONE:
@@ -250,10 +249,10 @@ class RecordTable:
         return None
 
     def _widest_key(self, breadth: int) -> bytes | None:
-        """The key of those who stand under most keys; None if nobody has more than `breadth`.
+        """The key whose peers have records under most keys; None if none exceeds `breadth`.
 
-        A key counts as its most modest owner does: whoever spreads over keys that others use as
-        well cannot take those along.
+        A key counts as its peer with the fewest keys, so that a peer that writes to many keys does
+        not endanger those that others use as well.
         """
         widest: bytes | None = None
         for key, held in self._keys.items():
@@ -263,7 +262,7 @@ class RecordTable:
         return widest
 
     def _narrow(self, subkeys: Iterable[bytes]) -> None:
-        """Their records under one key are gone."""
+        """Count one key less for each of these subkeys."""
         for subkey in subkeys:
             self._breadth[subkey] -= 1
             if not self._breadth[subkey]:

@@ -1,4 +1,4 @@
-"""The names of weights and of steps: BLAKE3 over their integers in one fixed form."""
+"""Digests of weights and of steps: BLAKE3 over their integers as little-endian int32."""
 
 from __future__ import annotations
 
@@ -14,7 +14,7 @@ _INT32 = np.iinfo(np.int32)
 
 
 def weights_digest(weights: Integers) -> bytes:
-    """The name of a consensus."""
+    """The digest of a block's consensus weights."""
     state = blake3(b"blockswarm weights 2")
     state.update(len(weights).to_bytes(8, "big"))
     state.update(_little_endian(weights))
@@ -22,7 +22,7 @@ def weights_digest(weights: Integers) -> bytes:
 
 
 def step_digest(size: int, indices: Integers | None, values: Integers) -> bytes:
-    """The name of a step of so many weights: of those that change, or (`indices` None) of all."""
+    """The digest of a step on `size` weights; dense if `indices` is None, else sparse."""
     state = blake3(b"blockswarm step 3")
     state.update(size.to_bytes(8, "big"))
     state.update(b"dense" if indices is None else b"sparse")
@@ -33,7 +33,7 @@ def step_digest(size: int, indices: Integers | None, values: Integers) -> bytes:
 
 
 def _little_endian(numbers: Integers) -> memoryview:
-    """As int32, which holds every weight, every index and every value of a step."""
+    """The numbers as bytes of little-endian int32, which holds every weight, index and value."""
     if numbers.dtype.itemsize > 4 and len(numbers):
         lowest, highest = int(numbers.min()), int(numbers.max())
         if not _INT32.min <= lowest <= highest <= _INT32.max:

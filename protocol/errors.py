@@ -1,7 +1,7 @@
-"""The one exception tree. What a person sees: what happened, the likely cause, the next step.
+"""The base exceptions. Each tells the user what happened, the likely cause and the next step.
 
     BlockswarmError
-    ├── UsageError            a person typed something that cannot work
+    ├── UsageError            something that the user typed cannot work
     │   ├── DataError         a corpus is missing, too short, damaged
     │   ├── ModelError        a model folder is missing, altered, of another shape
     │   └── LeakError         a sigma range would show the block its target
@@ -16,7 +16,7 @@ from __future__ import annotations
 
 
 class BlockswarmError(Exception):
-    """Base of all errors that we foresee. `hint` is the next thing to type or to change."""
+    """Base of all foreseen errors. `hint` is the next thing to type or to change."""
 
     def __init__(self, message: str, hint: str = "") -> None:
         super().__init__(message)
@@ -25,7 +25,7 @@ class BlockswarmError(Exception):
 
 
 class UsageError(BlockswarmError):
-    """A person typed something that cannot work."""
+    """Something that the user typed cannot work."""
 
 
 class DataError(UsageError):

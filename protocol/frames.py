@@ -1,9 +1,7 @@
-"""Frames on a binary stream: how bytes are cut, limited, checked and counted.
+"""Frames on a binary stream: layout (`SPEC.md`, "Frames"), limits, digests, byte counts, errors.
 
-Decides the layout (`SPEC.md`, "Frames"), that every length meets its limit before anything is
-allocated, and which typed error each kind of bad stream is. Knows no sockets, no event loop and
-no clock of its own: a transport brings a `Stream`, a caller brings a `Deadline`. Runs under
-asyncio and trio alike, because it awaits nothing but the stream.
+Every length is checked before anything is allocated. A transport passes in a `Stream`, a caller a
+`Deadline`. Runs under asyncio and trio, since it awaits nothing but the stream.
 
     WireError
     ├── Malformed          not the protocol: wrong magic, bad check, header that is no map
@@ -14,14 +12,14 @@ asyncio and trio alike, because it awaits nothing but the stream.
     │   └── StreamEnded    it ended cleanly, between frames
     ├── Stalled            no byte within the stall time, or the deadline has passed
     ├── DigestMismatch     the payload is not what its digest says, or not what was asked for
-    ├── Busy               the peer answers, but not now (`retry_after_s`)
+    ├── Busy               the peer has no place now (`retry_after_s`)
     └── Refused            the peer answered with an error (`code`)
 
 The digest is BLAKE3-256. It follows the payload, so that a sender streams in one pass, and it is
 also the name of the content, so that a receiver hashes once. Measured on one core with AVX-512
 and SHA extensions: BLAKE3 4.5 GB/s, SHA-256 1.75 GB/s (0.53 without the extensions), BLAKE2b 0.9.
 On a p2pd stream between two processes on two cores, the best of 6 alternated runs of 200 MB, in
-MB/s: nothing on it 646, BLAKE3 610, SHA-256 468, BLAKE2b 370.
+MB/s: no hash 646, BLAKE3 610, SHA-256 468, BLAKE2b 370.
 """
 
 from __future__ import annotations
@@ -66,7 +64,7 @@ __all__ = [
 # version hears the reason from us and not "protocol not supported" from the library.
 STREAM_PROTOCOL = "/blockswarm/stream"
 
-MAGIC = b"\xb5BSW"  # the first byte is no text, so that no line-based protocol looks like us
+MAGIC = b"\xb5BSW"  # the first byte is not ASCII, so that no line-based protocol looks like us
 _VERSION = struct.Struct(">4sBB")  # these 6 bytes never change, in any major version
 _REST = struct.Struct(">HHHQ")  # kind, flags, header length, payload length
 PREFIX_BYTES = _VERSION.size + _REST.size
@@ -84,7 +82,7 @@ class VersionMismatch(WireError):
 
 
 class UnknownKind(WireError):
-    """A kind of frame that this version does not know."""
+    """A frame of a kind that this version does not know."""
 
     def __init__(self, kind: int) -> None:
         super().__init__(f"frame of unknown kind {kind}", "a newer peer? upgrade blockswarm")
@@ -100,7 +98,7 @@ class Truncated(WireError):
 
 
 class StreamEnded(Truncated):
-    """The stream ended where a frame could have begun: not an error for a responder."""
+    """The stream ended between frames: not an error for a responder."""
 
 
 class Stalled(WireError):
@@ -129,7 +127,7 @@ class Refused(WireError):
 
 
 class Stream(Protocol):
-    """What a transport gives us: hivemind's p2pd and py-libp2p both implement exactly this.
+    """A binary stream of a transport: implemented on hivemind's p2pd and on py-libp2p.
 
     A call that makes no progress within `timeout_s` raises `Stalled`; a connection that broke
     raises `Truncated`. The transport does that with its own loop's timeouts.
@@ -139,18 +137,18 @@ class Stream(Protocol):
         """1 to `max_bytes` bytes as soon as there are any; b"" at the end of the stream."""
 
     async def write(self, data: BytesLike, timeout_s: float) -> None:
-        """Return when the data was taken over; `data` may be reused afterwards."""
+        """Write all of `data`; the buffer may be reused afterwards."""
 
     async def close(self) -> None:
-        """Everything was said: flush and end our side."""
+        """Flush and end our side."""
 
     def abort(self) -> None:
-        """Drop the stream now. Never blocks and never raises: it runs under cancellation."""
+        """Drop the stream now. Must neither block nor raise, since it runs under cancellation."""
 
 
 @dataclass(frozen=True)
 class Deadline:
-    """When a call is over (`at_s`, on `clock`), and how long it may stand still before."""
+    """When a call ends (`at_s`, on `clock`), and how long it may go without progress until then."""
 
     at_s: float
     stall_s: float = STALL_S
@@ -163,7 +161,7 @@ class Deadline:
         return cls(clock() + seconds, stall_s, clock)
 
     def timeout_s(self) -> float:
-        """For the next read or write. Raises `Stalled` once the deadline has passed."""
+        """Timeout of the next read or write. Raises `Stalled` once the deadline has passed."""
         left_s = self.at_s - self.clock()
         if left_s <= 0:
             raise Stalled("the deadline has passed")
@@ -172,7 +170,7 @@ class Deadline:
 
 @dataclass
 class Tally:
-    """Bytes and frames of one channel, until the ledger books them. Partial frames count too."""
+    """Bytes and frames of one channel until the ledger books them, with bytes of partial frames."""
 
     bytes_in: int = 0
     bytes_out: int = 0
@@ -193,10 +191,10 @@ class Head:
 
 @dataclass(frozen=True)
 class Chunks:
-    """A payload that is made while it is sent. The parts must add up to `size_bytes`.
+    """A payload that is produced while it is sent. The parts must add up to `size_bytes`.
 
-    A sender that knows the content's name already (it was asked for by it) gives it as `digest`
-    and need not hash the content once more. A wrong one is found out by the receiver.
+    A `digest` that is known already (the content was asked for by it) saves hashing it again. The
+    receiver notices a wrong one.
     """
 
     size_bytes: int
@@ -205,12 +203,12 @@ class Chunks:
 
 
 def content_digest(data: BytesLike) -> bytes:
-    """The name of a content: BLAKE3-256."""
+    """The digest that names a content: BLAKE3-256."""
     return blake3(data).digest()
 
 
 def check_version(major: int, minor: int) -> None:
-    """Raise `VersionMismatch`, with who has to upgrade, unless we understand the version."""
+    """Raise `VersionMismatch`, saying which side has to upgrade, for another major version."""
     if major == PROTOCOL_MAJOR:
         return
     ours = f"{PROTOCOL_MAJOR}.{PROTOCOL_MINOR}"
@@ -219,7 +217,7 @@ def check_version(major: int, minor: int) -> None:
 
 
 def encode_head(kind: int, header: bytes, payload_bytes: int, flags: int = 0) -> bytes:
-    """Prefix, header and check: all of a frame that has no payload."""
+    """Prefix, header and check: a frame without its payload."""
     if len(header) > 0xFFFF:
         raise Oversize(f"a header of {len(header)} bytes")
     head = _VERSION.pack(MAGIC, PROTOCOL_MAJOR, PROTOCOL_MINOR)
@@ -229,9 +227,10 @@ def encode_head(kind: int, header: bytes, payload_bytes: int, flags: int = 0) ->
 
 @dataclass
 class Channel:
-    """Frames on one stream. As a context it closes the stream, or aborts it after any error.
+    """Sends and receives frames on one stream. As a context manager it closes the stream, or aborts
+    it after an error.
 
-    `deadline` may be replaced between frames. One task at a time.
+    `deadline` may be replaced between frames. For one task at a time.
     """
 
     stream: Stream
@@ -302,8 +301,8 @@ class Channel:
         return digest
 
     async def receive_head(self, max_payload_bytes: int | None = None) -> Head:
-        """Read up to the payload. `max_payload_bytes` is stricter than the kind's own limit."""
-        # Of another version nothing but the first 6 bytes need be there.
+        """Read a frame up to its payload. `max_payload_bytes` can only tighten the kind's limit."""
+        # A frame of another major version is only known to have these first 6 bytes.
         prefix = await self._read_exactly(_VERSION.size, PREFIX_BYTES, first=True)
         magic, major, minor = _VERSION.unpack_from(prefix)
         if magic != MAGIC:
@@ -328,8 +327,8 @@ class Channel:
     async def receive_payload(self, head: Head, sink: Sink, expected: bytes | None = None) -> bytes:
         """Stream the payload into `sink` in pieces of at most 256 KiB; returns its digest.
 
-        The sink sees bytes before they are verified: it must not act on them until this
-        returned. `expected` is the digest that was asked for, if there was one.
+        The sink must not act on the bytes before this has returned: only then they are verified.
+        `expected` is the digest that was asked for, if any.
         """
         hasher, left = blake3(), head.payload_bytes
         while left:
@@ -349,7 +348,7 @@ class Channel:
         return digest
 
     async def receive_bytes(self, head: Head, expected: bytes | None = None) -> bytearray:
-        """The payload in memory. It grows with what arrives, not with what was announced."""
+        """The payload in memory. The buffer grows as bytes arrive, not by the announced length."""
         buffer = bytearray()
         await self.receive_payload(head, buffer.extend, expected)
         return buffer
@@ -378,7 +377,7 @@ class Channel:
         return data
 
     async def _read_exactly(self, size_bytes: int, most: int = 0, first: bool = False) -> bytes:
-        """So many bytes; up to `most` if they are there already."""
+        """At least `size_bytes` bytes, and up to `most` if they have arrived already."""
         data = await self._read(max(size_bytes, most))
         if first and not data:
             raise StreamEnded("the peer closed the stream")

@@ -1,7 +1,7 @@
-"""Who a peer is: an Ed25519 key in a file that p2pd accepts, and the peer id that contains it.
+"""A peer's identity: an Ed25519 key in a file that p2pd accepts, and the peer id made from it.
 
-Decides what a valid identity file is, who may read it, and that one process uses it at a time.
-Knows nothing of the network: two machines with the same file are not noticed here.
+The file must be private to its owner and is locked, so that one process uses it at a time.
+Known limit: two machines with the same file are not noticed here.
 """
 
 from __future__ import annotations
@@ -33,7 +33,7 @@ _PEER_TEXT_MAX = 64  # 52 for ours; base58 is quadratic, so the length is checke
 
 
 class IdentityReadable(IdentityError):
-    """Somebody else on this machine can read the private key."""
+    """Other users of this machine can read the private key."""
 
 
 class IdentityDamaged(IdentityError):
@@ -71,8 +71,8 @@ def peer_text(peer_id: bytes) -> str:
 
 @lru_cache(4096)
 def known_text(peer_id: bytes) -> str:
-    """The text of a peer id that a stranger sent. Raises `Malformed`: two texts for one peer would
-    be two peers."""
+    """The text of a peer id that another peer sent. Raises `Malformed` unless it is an Ed25519 id:
+    with a second form of the same id one peer would count as two."""
     public_key_of(peer_id)
     return peer_text(peer_id)
 
@@ -93,9 +93,9 @@ def peer_from_text(text: str) -> bytes:
     return peer_id
 
 
-@lru_cache(512)  # everybody hands on everybody's records: a signature is checked once, not n times
+@lru_cache(512)  # the same record or vote arrives from many peers: its signature is checked once
 def verify(peer_id: bytes, signature: bytes, message: bytes) -> bool:
-    """Whether the owner of `peer_id` signed `message`. Raises `Malformed` for a foreign id."""
+    """Whether the owner of `peer_id` signed `message`. Raises `Malformed` for other ids."""
     try:
         Ed25519PublicKey.from_public_bytes(public_key_of(peer_id)).verify(signature, message)
     except InvalidSignature:
@@ -104,10 +104,10 @@ def verify(peer_id: bytes, signature: bytes, message: bytes) -> bool:
 
 
 class Identity:
-    """A private key, and, if it came from a file, the lock that keeps others away from it.
+    """A private key and, if it came from a file, the lock on that file.
 
-    The lock ends with the process (or `close`). A forked child would inherit it: start children
-    by spawning.
+    The lock ends with the process or with `close`. A forked child would inherit it, so children
+    must be spawned.
     """
 
     def __init__(self, seed: bytes, path: Path | None = None, lock_fd: int | None = None) -> None:
@@ -156,7 +156,7 @@ def generate() -> Identity:
 
 
 def load_or_create(path: Path | str) -> Identity:
-    """The identity in `path`, made (mode 0600) if there is none, and locked for this process."""
+    """The identity in `path`, created (mode 0600) if there is none, and locked for this process."""
     path = Path(path)
     try:
         path.parent.mkdir(parents=True, exist_ok=True)
@@ -211,9 +211,9 @@ def _read(path: Path) -> bytes:
 
 
 def _write_new(path: Path, data: bytes) -> None:
-    """Write next to `path`, then link: after a crash there is a whole file or none."""
+    """Write a temporary file beside `path`, then link it: a crash leaves a whole file or none."""
     temporary = path.with_name(path.name + ".tmp")
-    temporary.unlink(missing_ok=True)  # what an earlier crash left; we hold the lock
+    temporary.unlink(missing_ok=True)  # left by an earlier crash; we hold the lock
     fd = os.open(temporary, os.O_WRONLY | os.O_CREAT | os.O_EXCL | os.O_CLOEXEC, 0o600)
     with os.fdopen(fd, "wb") as file:
         file.write(data)

@@ -1,9 +1,8 @@
-"""Every byte in and out, by purpose, block and peer, with totals that survive a restart.
+"""Counts of all bytes in and out, by purpose, block and peer, with totals that survive a restart.
 
-Decides how counts are kept within bounds: strangers are free, so beyond a number of named peers
-the smallest are folded into "others"; sums never change by that. Knows frames only as a `Tally`.
-What the DHT and libp2p add around frames cannot be counted here: it is estimated, kept apart and
-labelled so.
+Identities are free, so memory is bounded: beyond a number of named peers the smallest are folded
+into "others", which changes no sum. What the DHT and libp2p add around frames cannot be counted
+here; it is estimated, kept apart and labelled as an estimate.
 """
 
 from __future__ import annotations
@@ -20,7 +19,7 @@ from protocol.limits import BLOCK_NONE, LEDGER_CELLS_PER_PEER, LEDGER_PEERS
 from protocol.messages import Purpose
 
 OTHERS = "others"  # no peer's text: base58 has no "o" at the start of an id and a fixed length
-_SLACK = 64  # newcomers that may collect some bytes before the next folding
+_SLACK = 64  # peers beyond the limit before the next folding, so that newcomers can collect bytes
 _FORMAT = 1
 _STATE_MAX_BYTES = 64 * 1024 * 1024
 
@@ -59,7 +58,7 @@ _OVERFLOW: Cell = (Purpose.CONTROL, BLOCK_NONE)
 
 
 class Ledger:
-    """All counts of one node. `book` is the only way in; memory is bounded."""
+    """All counts of one node, in bounded memory. Counts enter through `book`."""
 
     def __init__(self, max_peers: int = LEDGER_PEERS) -> None:
         self._max_peers = max_peers
@@ -68,9 +67,9 @@ class Ledger:
         self._estimates: dict[str, Count] = {}
 
     def book(self, tally: Tally, peer: str, purpose: int, block: int = BLOCK_NONE) -> None:
-        """Move a channel's tally into the ledger (the tally starts again at 0).
+        """Move a channel's tally into the ledger and reset it to 0.
 
-        `peer` is the peer id's text. An unknown purpose of a newer peer counts as control.
+        `peer` is the peer id's text. An unknown purpose, from a newer peer, counts as control.
         """
         count = Count(tally.bytes_in, tally.bytes_out, tally.frames_in, tally.frames_out)
         tally.bytes_in = tally.bytes_out = tally.frames_in = tally.frames_out = 0
@@ -80,14 +79,14 @@ class Ledger:
             self._fold()
 
     def book_estimate(self, source: str, bytes_in: int, bytes_out: int) -> None:
-        """What was *not* counted on the wire but estimated: `dht`, `libp2p`."""
+        """Add bytes that were *not* counted but estimated. `source` is `dht` or `libp2p`."""
         before = self._estimates.get(source, Count())
         self._estimates[source] = before + Count(bytes_in, bytes_out)
 
     def _add(self, peer: str, cell: Cell, count: Count) -> None:
         cells = self._cells.setdefault(peer, {})
         if cell not in cells and len(cells) >= LEDGER_CELLS_PER_PEER:
-            cell = _OVERFLOW  # a peer that names ever new blocks
+            cell = _OVERFLOW  # a peer may name ever new blocks
         cells[cell] = cells.get(cell, Count()) + count
         self._peer_bytes[peer] = self._peer_bytes.get(peer, 0) + count.bytes_total
 
@@ -117,7 +116,7 @@ class Ledger:
         return dict(self._cells.get(peer, {}))
 
     def estimates(self) -> dict[str, Count]:
-        """Estimated, not counted: never add these to a claim about measured bytes."""
+        """Estimates by source. Never add them to measured bytes."""
         return dict(self._estimates)
 
     # --- surviving a restart --------------------------------------------------------------------

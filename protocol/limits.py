@@ -1,8 +1,7 @@
-"""Every limit that a stranger's bytes meet, in one place, each with its reason.
+"""All limits on what other peers send, each with its reason, and the kinds of frames.
 
-Knows the kinds of frames (a limit belongs to a kind) and nothing of how they are read. A number
-here is part of the protocol: `SPEC.md` repeats it, and a change that makes a peer refuse what it
-accepted before is a new minor version at least.
+A number here is part of the protocol: `SPEC.md` repeats it, and refusing what was accepted before
+needs a new minor version at least.
 """
 
 from __future__ import annotations
@@ -26,8 +25,8 @@ DHT_KEY_BYTES = 20  # hivemind's DHTID is SHA-1
 RECORD_MAX_BYTES = 512
 # A peer that vanished without a word is forgotten after this; a live one renews every round.
 RECORD_LIFE_MAX_S = 900.0
-# hivemind refuses a bootstrap peer that is more than 3 s off; ours is wider, so that a reader
-# whose clock drifted does not lose every peer at once.
+# hivemind refuses a bootstrap peer whose clock is more than 3 s off; ours is wider, so that a
+# reader whose own clock drifted does not lose every peer at once.
 CLOCK_SKEW_S = 10.0
 # 4 keys per block: a lookup of all of them is one parallel call, and no single storing node
 # decides alone who is visible.
@@ -36,22 +35,22 @@ BUCKETS_PER_BLOCK = 4
 RECORDS_PER_KEY = 128
 # What a storing node keeps in all: 1024 x 73 KB = 75 MB at the very worst.
 KEYS_PER_NODE = 1024
-# What a reader looks at in one lookup (parsing: about 20 us each), and how many signatures it is
-# ready to check for it (about 110 us each: 55 ms).
+# Records parsed in one lookup (about 20 us each), and signatures checked in it (about 110 us each:
+# 55 ms).
 RECORDS_CONSIDERED = 2048
 SIGNATURES_PER_LOOKUP = 512
 ADDRESSES_PER_RECORD = 4
 ADDRESS_MAX_BYTES = 160  # a relayed IPv6 address with the relay's peer id is about 130
-LABEL_MAX_BYTES = 63  # between two dots of a name in an address: DNS has no longer ones
-# Peers that were seen for so many rounds are preferred; identities are free, patience is not.
+LABEL_MAX_BYTES = 63  # between two dots of a host name: DNS's own limit
+# Peers seen in this many rounds are preferred: new identities are free, staying for rounds is not.
 SEEN_ROUNDS = 3
 
 # --- numbers inside messages ------------------------------------------------------------------
 
 BLOCK_NONE = 0xFFFF  # "no block in particular": seeds, assemblers, whole-run requests
 BLOCK_MAX = 4095
-ROUND_MAX = 2**40  # where a round may be genesis (-1), round + 1 travels
-PROPOSAL_MAX_MS = 3_600_000  # nobody waits an hour for updates
+ROUND_MAX = 2**40  # where a round may be genesis (-1), round + 1 is sent
+PROPOSAL_MAX_MS = 3_600_000  # a deadline of an hour is longer than any round's
 SEQUENCE_MAX = 2**53 - 1  # exact in a float64, for implementations whose numbers are floats
 SIZE_MAX_BYTES = 2**40  # no content of this protocol is a terabyte
 CE_MAX_NATS = 1000.0  # per byte; guessing is 5.5
@@ -59,18 +58,18 @@ TIME_MAX_S = 1e11  # the year 5138: rejects milliseconds and nonsense
 IP_MAX_BYTES = 45  # an IPv6 address with an IPv4 one at its end, the longest form
 TEXT_MAX_BYTES = 256  # a reason for a person: one line, never a page
 MAP_MAX_FIELDS = 48  # known fields are under 16; the rest is room for newer minor versions
-# Of a list in a map; known ones have at most 64. Nested 1024 deep, as far as msgpack goes, lists
-# of this length take 1 MiB before the first item is there.
+# Items of a list in a map; known lists have at most 64. Nested 1024 deep, msgpack's maximum, lists
+# of this length take 1 MiB before the first item is read.
 LIST_MAX_ITEMS = 128
 NORM_MAX = 2**53 - 1  # in quanta of 2^-24; 2^31 weights at their limit have a norm of 2^46.5
-SCALE_MAX = 1 << 16  # the part of an update that went in, in 1/65536
+SCALE_MAX = 1 << 16  # the factor that an update was applied with, in 1/65536
 SCORE_MAX = 1 << 20  # a cosine in 1/1024 is at most 2^10; the rest is room for other rules
 
 # --- lists inside messages --------------------------------------------------------------------
 
 LISTED_PER_VOTE = 16  # replicas of a block that exchange with each other
-LISTED_BYTES = DIGEST_BYTES + PEER_ID_BYTES  # an update and who answers for it
-DECLINED_PER_VOTE = 16  # senders that a voter will not count, each with its reason
+LISTED_BYTES = DIGEST_BYTES + PEER_ID_BYTES  # an update and its sender
+DECLINED_PER_VOTE = 16  # senders that a voter does not accept, each with its reason
 DECLINED_BYTES = PEER_ID_BYTES + 1
 # Signature, map, updates, reasons.
 VOTE_BLOB_MAX_BYTES = (
@@ -80,10 +79,10 @@ VOTES_PER_REPLY = 64
 ROW_MAX_COLUMNS = 16  # of a list in a payload; known rows have at most 6
 RECORDS_PER_REPLY = 512
 RECORD_ROW_BYTES = 1024  # a record in a list: 589 bytes, and room for newer columns
-RECORDS_PER_ANNOUNCE = 16  # the answerer's own and a few more: what a newcomer needs to begin
+RECORDS_PER_ANNOUNCE = 16  # the answering peer's own and a few more: enough for a newcomer to begin
 LOG_ENTRIES_PER_REPLY = 256  # several pinned snapshots back: more is not needed to catch up
 CONTRIBUTIONS_PER_ENTRY = 64
-WORK_ONE = 256  # in an entry of the log: the work of a host that did as much as most
+WORK_ONE = 256  # in a log entry: the work of a host with an update of median size
 WORK_MAX = WORK_ONE * CONTRIBUTIONS_PER_ENTRY
 CONTRIBUTION_BYTES = DIGEST_BYTES + PEER_ID_BYTES + 4 + 4  # update, sender, scale, score
 UPDATES_PER_ENTRY = CONTRIBUTIONS_PER_ENTRY
@@ -96,25 +95,25 @@ BLOCKS_PER_HELLO = 64
 # --- frames -----------------------------------------------------------------------------------
 
 HEADER_MAX_BYTES = 8 * KIB
-CHUNK_BYTES = 256 * KIB  # p2pd was fastest at this; it also bounds memory per transfer
+CHUNK_BYTES = 256 * KIB  # p2pd was fastest with this; it also bounds memory per transfer
 EXCHANGES_PER_STREAM = 64
 
 # --- time and concurrency (defaults; a call may be stricter) ------------------------------------
 
-STALL_S = 10.0  # no byte for so long and the peer counts as gone
-RESTS_S = 60.0  # no question for so long and a stream that has carried one is given up
+STALL_S = 10.0  # without a byte for this long the peer counts as gone
+RESTS_S = 60.0  # a kept stream without a request for this long is closed
 CONTROL_DEADLINE_S = 15.0  # a whole exchange without a bulk payload
 BULK_DEADLINE_S = 600.0  # the ceiling for a bulk transfer; rounds set a shorter one
-# A bulk answer has this and the time that its bytes take at the least rate. After that its place
-# goes to the next one who asks, if all are taken: who reads slowly on purpose keeps nobody out, and
-# whoever has a slow line goes on while there is room.
+# A bulk answer may take the grace plus its size divided by the least rate. After that, if all
+# places are taken, the next request gets its place: a peer that reads slowly on purpose blocks
+# nobody, and one with a slow line goes on while there is room.
 BULK_GRACE_S = 10.0
 BULK_LEAST_BYTES_PER_S = 64 * KIB
-# Aggregates and shards at once; beyond that: `busy`. 8 x 256 KiB chunks both ways stays small.
+# Aggregates and shards sent at once; beyond that: `busy`. 8 x 256 KiB chunks both ways stay small.
 CONCURRENT_TRANSFERS = 8
 TRANSFERS_PER_PEER = 2  # newcomers ask a donor for one thing at a time
-# Updates have places of their own, since a round does not wait: a group of 16 pulls ours at the
-# same moment, and some of them what they miss of others'.
+# Updates have places of their own, since a round has a deadline: 15 replicas pull ours at the same
+# moment, and some of them also the updates of others that they miss.
 UPDATE_TRANSFERS = 24
 UPDATES_PER_PEER = 3
 STREAMS_PER_PEER = 4  # one peer must not take all of the places
@@ -124,14 +123,14 @@ BUSY_RETRY_MAX_S = 120.0  # a peer cannot park us longer than this by saying `bu
 
 SWEEP_ID_BYTES = 16  # random: nobody guesses another client's sweep or session
 SWEEP_HOPS_MAX = 32  # blocks of a route; 32 x 157 bytes fit into a header
-SWEEP_PEERS_PER_HOP = 3  # the one that is meant, and two to fall back on
+SWEEP_PEERS_PER_HOP = 3  # the chosen host, and two to fall back on
 SWEEP_DRAFTS_MAX = 32
 SWEEP_PARTS_MAX = 16  # of one sweep: each has a header of its own
 SWEEP_CONTEXT_MAX = 16384  # bytes of text in one sweep; a run's context may be smaller
 SWEEP_WEIGHT_MAX = 1e6
 SWEEP_VERSIONS_PER_REPLY = 64
 SWEEP_HOP_MAX_S = 12.0  # below CONTROL_DEADLINE_S, in which every exchange must end
-SWEEP_BUDGET_MAX_S = 120.0  # nobody waits longer for a sweep
+SWEEP_BUDGET_MAX_S = 120.0  # the longest that a client may wait for a sweep
 
 # --- ledger -------------------------------------------------------------------------------------
 
@@ -140,7 +139,7 @@ LEDGER_CELLS_PER_PEER = 256  # (purpose, block) pairs of one peer
 
 
 class Kind(IntEnum):
-    """What a frame is. 64 to 95 are reserved for serving; 128 and above for experiments."""
+    """Kind of a frame. 64 to 95 are reserved for serving, 128 and above for experiments."""
 
     HELLO = 1
     HELLO_REPLY = 2
@@ -196,7 +195,7 @@ PAYLOAD_MAX_BYTES: dict[Kind, int] = {
 
 @dataclass(frozen=True)
 class KindLimit:
-    """What one kind of frame may be at most."""
+    """Largest header and payload of one kind of frame."""
 
     header_bytes: int
     payload_bytes: int

@@ -1,8 +1,7 @@
-"""Entries of a block's consensus log, as they are named by their digests and sent.
+"""Entries of a block's consensus log: their digests and their form on the wire.
 
-An entry's digest covers its parent, so the digest that peers sign in their records stands for the
-whole history: the weights, the step, and who contributed with what score. What replicas read from
-the log is `swarm.consensus.log`'s.
+An entry's digest covers its parent, so the digest in a peer's signed record stands for the whole
+history: weights, steps, contributors and scores. Reading a log is `swarm.consensus.log`'s part.
 """
 
 from __future__ import annotations
@@ -56,13 +55,13 @@ _ROW = (
 
 
 class LogError(WireError):
-    """Entries that do not form the chain that their signed digest stands for."""
+    """Entries that do not form the chain of the digest that was asked for."""
 
 
 @dataclass(frozen=True)
 class Contribution:
-    """One update of an agreed set: `scale` is the part that went in (1/65536; 0: left out), `score`
-    how much it agreed with the others (1/1024)."""
+    """One update of an agreed set. `scale`: the factor it was applied with, in 1/65536 (0: left
+    out). `score`: its agreement with the other updates, in 1/1024."""
 
     digest: bytes
     sender: str
@@ -72,10 +71,10 @@ class Contribution:
 
 @dataclass(frozen=True)
 class Entry:
-    """The consensus after a round. `weights` and `step` are digests of their content.
+    """The consensus after a round. `weights` and `step` are digests.
 
-    `work` is what the included updates come to together, in 1/256 of one host's full round
-    (`swarm.consensus.aggregate.work_of`): the step is their sum, divided by it.
+    `work` is the total work of the included updates, in 1/256 of one host's full round
+    (`swarm.consensus.aggregate.work_of`): the step is the sum of the updates divided by it.
     """
 
     round: int
@@ -103,7 +102,7 @@ class Entry:
 
     @cached_property
     def named(self) -> frozenset[bytes]:
-        """The digests of its agreed set."""
+        """The digests of the agreed set's updates."""
         return frozenset(c.digest for c in self.contributions)
 
     def included(self, digest: bytes) -> bool:
@@ -115,13 +114,13 @@ def _int_bytes(value: int) -> bytes:
 
 
 def genesis(run_id: str, block: int, weights: bytes) -> Entry:
-    """The entry before the first round: the weights that the run's seed gives everybody."""
+    """The entry before the first round: the weights that follow from the run's seed."""
     root = hashlib.blake2b(f"{run_id}/{block}".encode(), digest_size=32).digest()
     return Entry(-1, root, weights, bytes(32), 0, ())
 
 
 def pack_log(entries: Sequence[Entry]) -> bytes:
-    """Raises `Malformed` rather than make what nobody would accept."""
+    """Entries as a payload. Raises `Malformed` for what `unpack_log` would refuse."""
     if len(entries) > LOG_ENTRIES_PER_REPLY:
         raise Malformed(f"{len(entries)} log entries, the limit is {LOG_ENTRIES_PER_REPLY}")
     rows = []
@@ -139,7 +138,7 @@ def pack_log(entries: Sequence[Entry]) -> bytes:
 
 
 def unpack_log(payload: BytesLike) -> list[Entry]:
-    """Entries of the right form; whether they are a chain is for `swarm.consensus.log` to say."""
+    """Entries of a payload. That they form a chain is checked in `swarm.consensus.log`."""
     limit = bounded(payload, PAYLOAD_MAX_BYTES[Kind.LOG_REPLY])
     rows = unpack_rows(payload, limit, LOG_ENTRIES_PER_REPLY, round_received, *_ROW)
     return [
@@ -161,7 +160,7 @@ def _checked(parts: Iterable[Contribution]) -> tuple[Contribution, ...]:
         digest()(part.digest)
         uint(SCALE_MAX)(part.scale)
         uint(SCORE_MAX, -SCORE_MAX)(part.score)
-    # One order only, so that one consensus has one entry; and nobody counts twice in it.
+    # One order only, so that one consensus has one entry; and each sender counts once.
     if any(one.digest >= next_one.digest for one, next_one in pairwise(found)):
         raise Malformed("contributions of a log entry that are not in order")
     if len({part.sender for part in found}) != len(found):
@@ -171,9 +170,9 @@ def _checked(parts: Iterable[Contribution]) -> tuple[Contribution, ...]:
 
 @dataclass(frozen=True)
 class Pin:
-    """A snapshot that a replica serves: the entry that it is of, and its name.
+    """A snapshot that a replica serves: its log entry, and the digest of its index.
 
-    `donor` is whose word it is that it has this name; it is not sent.
+    `donor` is the peer that sent this pin; it is not on the wire.
     """
 
     round: int

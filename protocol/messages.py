@@ -1,9 +1,8 @@
-"""Every message: a frozen dataclass, the kind of frame it travels in, and its schema.
+"""All messages: each a frozen dataclass with its kind of frame and the schema of its header.
 
-Decides what peers may ask each other and the form of the answers. Knows nothing of how an answer
-is found, nor of what a payload means (`payloads.py`, the tensor codecs). A request is one frame,
-its answer one frame; `BusyReply` and `ErrorReply` may answer anything. Field names on the wire
-are in `wire(...)`.
+A request is one frame, its answer one frame; `BusyReply` and `ErrorReply` may answer any request.
+`wire(...)` gives a field's name on the wire. The forms of payloads are in `payloads.py`, `log.py`,
+`votes.py`, `updates.py` and the tensor codecs.
 """
 
 from __future__ import annotations
@@ -61,12 +60,12 @@ from protocol.records import RecordError
 
 M = TypeVar("M", bound="Message")
 
-# Every message class, as it is defined: here, and in `serving.py` where a node serves.
+# All message classes that have been imported: those below, and those of `serving.py`.
 _BY_KIND: dict[Kind, type[Message]] = {}
 
 
 class Purpose(IntEnum):
-    """Why bytes move; the ledger counts by it. A request says it, so that both sides agree."""
+    """What bytes are sent for, for the ledger. Part of a request, so that both sides agree."""
 
     CONTROL = 0
     UPDATE = 1
@@ -95,19 +94,19 @@ class ErrorCode(IntEnum):
 
 
 class DialOutcome(IntEnum):
-    """What came of one knock at a peer's door. Unknown ones of newer versions stay numbers."""
+    """Result of dialling a peer back. Unknown values of newer versions stay plain numbers."""
 
     NOT_TRIED = 0  # no address that may be dialled: over a relay, or of the answering machine
     REACHED = 1  # a libp2p node answers there
     REFUSED = 2  # the machine is there, nothing listens on the port
     TIMED_OUT = 3  # no answer at all
-    UNREACHABLE = 4  # no way to that address from here
+    UNREACHABLE = 4  # no route to that address from here
     NOT_LIBP2P = 5  # something else listens there
 
 
 @dataclass(frozen=True, kw_only=True)
 class Message:
-    """Base: `to_header` and `decode` are the only two ways to and from the wire."""
+    """Base of all messages. `to_header` encodes one, `decode` reads it."""
 
     KIND: ClassVar[Kind]
 
@@ -126,7 +125,7 @@ class Message:
 
 @dataclass(frozen=True, kw_only=True)
 class Hello(Message):
-    """Who are you, and which run is this? `run` empty: whichever you are part of."""
+    """Ask who the peer is and which run it is part of. `run` may be empty: any run."""
 
     KIND = Kind.HELLO
     run: bytes = wire("run", digest_or_empty(), b"")
@@ -135,10 +134,10 @@ class Hello(Message):
 
 @dataclass(frozen=True, kw_only=True)
 class HelloReply(Message):
-    """`now_s` is the peer's clock (Unix time), for the median offset of the rounds' clock.
+    """`now_s` is the peer's clock (Unix time), used for the median offset of the rounds' clock.
 
-    `ce_nats` is its own measurement of its block's consensus on its own held-out bytes, and
-    `own_ce_nats` that of its own running weights; 0: none.
+    `ce_nats` is the CE of its block's consensus on the peer's own held-out bytes, `own_ce_nats`
+    that of its running weights; 0: not measured.
     """
 
     KIND = Kind.HELLO_REPLY
@@ -154,7 +153,7 @@ class HelloReply(Message):
 
 @dataclass(frozen=True, kw_only=True)
 class RunRequest(Message):
-    """Send the run file with this digest."""
+    """Ask for the run file with this digest."""
 
     KIND = Kind.RUN_REQUEST
     run: bytes = wire("run", digest())
@@ -170,7 +169,7 @@ class RunReply(Message):
 
 @dataclass(frozen=True, kw_only=True)
 class PeersRequest(Message):
-    """Send the peers' records of a block, or (`block` = BLOCK_NONE) of all that you know."""
+    """Ask for the known records of a block's peers, or (`block` = BLOCK_NONE) of all peers."""
 
     KIND = Kind.PEERS_REQUEST
     run: bytes = wire("run", digest())
@@ -180,7 +179,7 @@ class PeersRequest(Message):
 
 @dataclass(frozen=True, kw_only=True)
 class PeersReply(Message):
-    """Payload: `pack_records`, as they were signed; the asker verifies them itself."""
+    """Payload: `pack_records`. The receiver verifies the signatures itself."""
 
     KIND = Kind.PEERS_REPLY
     count: int = wire("count", uint(RECORDS_PER_REPLY))
@@ -188,9 +187,9 @@ class PeersReply(Message):
 
 @dataclass(frozen=True, kw_only=True)
 class Announce(Message):
-    """Here is my record of this block, as I signed it (`payloads.announce_of`, `record_of`).
+    """A peer's signed record of a block (`payloads.announce_of`, `record_of`), sent directly.
 
-    What the DHT spreads within seconds, two replicas that know each other tell at once.
+    Through the DHT it would take seconds.
     """
 
     KIND = Kind.ANNOUNCE
@@ -204,7 +203,7 @@ class Announce(Message):
 
 @dataclass(frozen=True, kw_only=True)
 class AnnounceReply(Message):
-    """Payload: `pack_records`: the answerer's own record of the block (if any), then others'."""
+    """Payload: `pack_records`, the answering peer's own record of the block (if any) first."""
 
     KIND = Kind.ANNOUNCE_REPLY
     count: int = wire("count", uint(RECORDS_PER_ANNOUNCE))
@@ -218,7 +217,7 @@ class Ping(Message):
 
 @dataclass(frozen=True, kw_only=True)
 class Pong(Message):
-    """`now_s` as in `HelloReply`; `transfers` is how many run there now."""
+    """`now_s` as in `HelloReply`; `transfers` is the number of transfers in progress."""
 
     KIND = Kind.PONG
     nonce: bytes = wire("nonce", blob(0, 16), b"")
@@ -228,9 +227,9 @@ class Pong(Message):
 
 @dataclass(frozen=True, kw_only=True)
 class DialBack(Message):
-    """Can you reach me? Open a new connection to the IP that you see me at, on this port.
+    """Ask the peer to open a new connection to this port at the IP that it sees us at.
 
-    There is no field for an address: nobody can be made to dial a third party.
+    Without a field for an address no peer can be made to dial a third party.
     """
 
     KIND = Kind.DIAL_BACK
@@ -240,7 +239,7 @@ class DialBack(Message):
 
 @dataclass(frozen=True, kw_only=True)
 class DialBackReply(Message):
-    """`outcome` is a `DialOutcome`; `observed` the IP, empty over a relay."""
+    """`outcome` is a `DialOutcome`; `observed` the asker's IP, empty over a relay."""
 
     KIND = Kind.DIAL_BACK_REPLY
     outcome: int = wire("outcome", uint(255))
@@ -252,7 +251,7 @@ class DialBackReply(Message):
 
 @dataclass(frozen=True, kw_only=True)
 class UpdateRequest(Message):
-    """Send the update with this digest, yours or another replica's that you hold."""
+    """Ask for the update with this digest, the peer's own or another replica's that it holds."""
 
     KIND = Kind.UPDATE_REQUEST
     run: bytes = wire("run", digest())
@@ -264,7 +263,7 @@ class UpdateRequest(Message):
 
 @dataclass(frozen=True, kw_only=True)
 class UpdateReply(Message):
-    """Payload: the encoded update, whose content digest is the one asked for."""
+    """Payload: the encoded update, with the content digest that was asked for."""
 
     KIND = Kind.UPDATE_REPLY
     block: int = wire("block", block_id)
@@ -273,7 +272,7 @@ class UpdateReply(Message):
 
 @dataclass(frozen=True, kw_only=True)
 class VoteRequest(Message):
-    """Here is my vote (`seal_vote`'s blob; empty: I only ask). Which ones do you hold?"""
+    """Send our vote (the blob of `seal_vote`; may be empty) and ask for those the peer holds."""
 
     KIND = Kind.VOTE_REQUEST
     run: bytes = wire("run", digest())
@@ -284,7 +283,7 @@ class VoteRequest(Message):
 
 @dataclass(frozen=True, kw_only=True)
 class VoteReply(Message):
-    """Payload: `pack_votes` of that block and round, the answering peer's own one first."""
+    """Payload: `pack_votes` of that block and round, the answering peer's own vote first."""
 
     KIND = Kind.VOTE_REPLY
     count: int = wire("count", uint(VOTES_PER_REPLY))
@@ -295,9 +294,9 @@ class VoteReply(Message):
 
 @dataclass(frozen=True, kw_only=True)
 class LogRequest(Message):
-    """What is your head of this block's log, and what led to it?
+    """Ask for the head of a block's log and the entries before it.
 
-    `since` is the digest of the head that the asker has; empty: from the oldest entry kept.
+    `since` is the digest of the asker's head; empty: from the oldest entry kept.
     """
 
     KIND = Kind.LOG_REQUEST
@@ -309,10 +308,10 @@ class LogRequest(Message):
 
 @dataclass(frozen=True, kw_only=True)
 class LogReply(Message):
-    """The head (its round plus one, its digest), the snapshots (`Pin`), as payload `pack_log`.
+    """The head (round, digest), the snapshots (packed `Pin`s) and, as payload, `pack_log`.
 
-    The entries begin with `since` itself if the answerer has it, otherwise with its oldest; of
-    more than LOG_ENTRIES_PER_REPLY the newest are sent, so that the head is always among them.
+    Entries begin with `since` itself if the peer has it, otherwise with its oldest; of more than
+    LOG_ENTRIES_PER_REPLY the newest are sent, so that the head is always among them.
     """
 
     KIND = Kind.LOG_REPLY
@@ -325,7 +324,7 @@ class LogReply(Message):
 
 @dataclass(frozen=True, kw_only=True)
 class AggregateRequest(Message):
-    """Send the updates that went into a log entry."""
+    """Ask for the updates that were applied in a log entry."""
 
     KIND = Kind.AGGREGATE_REQUEST
     run: bytes = wire("run", digest())
@@ -337,7 +336,7 @@ class AggregateRequest(Message):
 
 @dataclass(frozen=True, kw_only=True)
 class AggregateReply(Message):
-    """Payload: `pack_updates`: contributions with a scale above 0, in the entry's order."""
+    """Payload: `pack_updates` of the contributions with a scale above 0, in the entry's order."""
 
     KIND = Kind.AGGREGATE_REPLY
     block: int = wire("block", block_id)
@@ -346,7 +345,7 @@ class AggregateReply(Message):
 
 @dataclass(frozen=True, kw_only=True)
 class IndexRequest(Message):
-    """Which shards make up the snapshot with this digest?"""
+    """Ask for the index of the snapshot with this digest."""
 
     KIND = Kind.INDEX_REQUEST
     run: bytes = wire("run", digest())
@@ -359,7 +358,7 @@ class IndexRequest(Message):
 class IndexReply(Message):
     """Payload: the digests of the shards, one after the other.
 
-    A snapshot is *named* by the content digest of this payload, so a liar is found out before
+    The content digest of this payload is the snapshot's name, so a false index is noticed before
     the first shard is fetched.
     """
 
@@ -370,7 +369,7 @@ class IndexReply(Message):
 
 @dataclass(frozen=True, kw_only=True)
 class ShardRequest(Message):
-    """Send shard number `shard` of the snapshot `digest`."""
+    """Ask for shard number `shard` of the snapshot `digest`."""
 
     KIND = Kind.SHARD_REQUEST
     run: bytes = wire("run", digest())
@@ -382,7 +381,7 @@ class ShardRequest(Message):
 
 @dataclass(frozen=True, kw_only=True)
 class ShardReply(Message):
-    """Payload: the bytes of the shard, whose content digest is the index's entry for it."""
+    """Payload: the bytes of the shard, with the content digest that the index has for it."""
 
     KIND = Kind.SHARD_REPLY
     shard: int = wire("shard", uint(SHARDS_PER_SNAPSHOT - 1))
@@ -393,7 +392,8 @@ class ShardReply(Message):
 
 @dataclass(frozen=True, kw_only=True)
 class BusyReply(Message):
-    """Not now. A larger number than BUSY_RETRY_MAX_S is malformed: nobody can park a peer."""
+    """No place now; try again later. More than BUSY_RETRY_MAX_S is malformed, so that no peer can
+    make us wait for long."""
 
     KIND = Kind.BUSY
     retry_after_s: float = wire("retry_after", number(0, BUSY_RETRY_MAX_S))
@@ -406,7 +406,7 @@ class ErrorReply(Message):
     reason: str = wire("reason", text(TEXT_MAX_BYTES), "")
 
 
-# What a request is for where it does not say so itself.
+# Purposes of requests that have no field for it.
 _PURPOSE_OF_KIND = {
     Kind.PEERS_REQUEST: Purpose.RECORD,
     Kind.ANNOUNCE: Purpose.RECORD,
@@ -429,7 +429,7 @@ def decode(head: Head) -> Message:
 
 
 def expect(message: Message, wanted: type[M]) -> M:
-    """The answer, or what the peer said instead: `Busy`, `Refused`, `Malformed`."""
+    """The message, if it is of the wanted type; otherwise raises `Busy`, `Refused`, `Malformed`."""
     if isinstance(message, BusyReply):
         raise frames.Busy(message.retry_after_s)
     if isinstance(message, ErrorReply):
@@ -453,7 +453,7 @@ async def receive(
 
 
 def error_reply(error: Exception) -> ErrorReply:
-    """What to tell a peer whose request failed. A fault of ours is not described to strangers."""
+    """The reply to a request that failed. Internal errors are not described to other peers."""
     codes: list[tuple[type[Exception], ErrorCode]] = [
         (frames.VersionMismatch, ErrorCode.VERSION),
         (frames.UnknownKind, ErrorCode.UNKNOWN_KIND),
@@ -467,6 +467,6 @@ def error_reply(error: Exception) -> ErrorReply:
         if isinstance(error, error_type):
             reason = "".join(c for c in str(error) if c.isascii() and c.isprintable())
             return ErrorReply(code=code, reason=reason[:TEXT_MAX_BYTES])
-    if isinstance(error, WireError):  # well-formed, but no vote or record that we accept
+    if isinstance(error, WireError):  # well-formed, but not acceptable
         return ErrorReply(code=ErrorCode.NOT_ALLOWED, reason="refused")
     return ErrorReply(code=ErrorCode.INTERNAL, reason="internal error")

@@ -1,8 +1,8 @@
-"""Bounded msgpack maps and the schema checks that records and message headers share.
+"""Bounded msgpack maps and lists, and the checks of fields in records and message headers.
 
-Decides what counts as well-formed: one map, text keys, no duplicates, no extension types, no
-trailing bytes, every known field of its type and within its limit. Unknown fields are ignored:
-that is how a newer minor version is understood. Knows nothing of what the fields mean.
+Well-formed is: one map, text keys, no duplicates, no extension types, no trailing bytes, every
+known field of its type and within its limit. Unknown fields are ignored, so that messages of a
+newer minor version are understood.
 """
 
 from __future__ import annotations
@@ -41,10 +41,10 @@ def pack(value: object) -> bytes:
 def unpack(
     data: bytes | bytearray | memoryview, max_bytes: int, max_items: int = LIST_MAX_ITEMS
 ) -> object:
-    """One msgpack value. Memory is bounded by `max_bytes` and `max_items`.
+    """Read one msgpack value. Memory is bounded by `max_bytes` and `max_items`.
 
-    Lists need a limit of their own: msgpack allocates one as soon as its length is read, and
-    thousands of lengths nest in a few KB. Text and bytes are only made once they are all there.
+    Lists need a limit of their own: msgpack allocates a list as soon as it has read its length, and
+    thousands of nested lengths fit into a few KB. Text and bytes are allocated once complete.
     """
     if len(data) > max_bytes:
         raise Malformed(f"{len(data)} bytes of msgpack, the limit is {max_bytes}")
@@ -73,9 +73,10 @@ def unpack_map(data: bytes | bytearray | memoryview, max_bytes: int) -> dict[str
 def unpack_rows(
     data: bytes | bytearray | memoryview, max_bytes: int, max_rows: int, *columns: Check
 ) -> list[list[Any]]:
-    """A msgpack list of rows of scalars. A longer row is a newer minor version's.
+    """Read a msgpack list of rows of scalars, one check per column. Further columns, of newer minor
+    versions, are ignored.
 
-    Read piece by piece: 500 KB of empty lists would become 30 MB of Python objects otherwise.
+    Read piece by piece, since 500 KB of empty lists would become 30 MB of Python objects.
     """
     if len(data) > max_bytes:
         raise Malformed(f"{len(data)} bytes of msgpack, the limit is {max_bytes}")
@@ -109,8 +110,8 @@ def _scalar(unpacker: msgpack.Unpacker, data: bytes) -> object:
 
 
 def _dict_without_duplicates(pairs: Iterable[tuple[object, object]]) -> dict[str, object]:
-    # Of two equal keys one language keeps the first and another the last: a signature would
-    # cover two meanings.
+    # Of two equal keys some parsers keep the first and some the last: one signature would cover
+    # two meanings.
     result: dict[str, object] = {}
     for key, value in pairs:
         if not isinstance(key, str) or key in result:
@@ -125,7 +126,7 @@ def _refuse_extension(code: int, data: bytes) -> object:
 
 
 def bounded(payload: Sized, limit_bytes: int) -> int:
-    """The limit for msgpack, which allocates that much at once: no more than what has arrived."""
+    """The smaller of the limit and the payload's length: msgpack allocates its limit at once."""
     return min(limit_bytes, max(len(payload), 1))
 
 
@@ -177,7 +178,7 @@ def digest() -> Check:
 
 
 def or_empty(exact: Check) -> Check:
-    """Bytes that pass `exact`, or none at all."""
+    """Check for bytes that pass `exact` or are empty."""
 
     def check(value: object) -> object:
         return value if value == b"" and isinstance(value, bytes) else exact(value)
@@ -195,7 +196,7 @@ def text(maximum_bytes: int) -> Check:
             raise Malformed("expected text")
         if len(value) > maximum_bytes or len(value.encode()) > maximum_bytes:
             raise Malformed(f"text of more than {maximum_bytes} bytes")
-        # A stranger's text reaches terminals and logs: no control or escape characters.
+        # Text of other peers reaches terminals and logs: no control or escape characters.
         if not value.isprintable():
             raise Malformed("text with characters that cannot be printed")
         return value
@@ -214,7 +215,7 @@ def list_of(item: Check, maximum: int) -> Check:
     return check
 
 
-# A round may be that of genesis, -1, and what is sent is never negative: it travels plus one.
+# Genesis is round -1, and numbers on the wire are never negative: such rounds are sent plus one.
 
 
 _SENT_ROUND = uint(ROUND_MAX + 1)
@@ -234,17 +235,17 @@ def round_received(value: object) -> int:
 def wire(
     name: str, check: Check, default: object = dataclasses.MISSING, send: Check | None = None
 ) -> Any:
-    """A dataclass field that travels as `name`; one with a default may be absent.
+    """A dataclass field that is sent as `name`; with a default it may be absent.
 
-    `check` makes the value from what was received; `send` what is sent from the value, if that is
-    not the same.
+    `check` turns what was received into the value, `send` the value into what is sent, if these
+    differ.
     """
     metadata = {"name": name, "check": check, "send": send or check}
     return dataclasses.field(default=default, metadata=metadata)
 
 
 def round_or_genesis(name: str, default: object = dataclasses.MISSING) -> Any:
-    """A field that is a round, or -1."""
+    """A field for a round, or -1 for genesis."""
     return wire(name, round_received, default, send=lambda value: round_sent(cast(int, value)))
 
 
@@ -254,7 +255,7 @@ def _fields(cls: Any) -> tuple[dataclasses.Field[Any], ...]:
 
 
 def to_map(value: Any) -> dict[str, object]:
-    """The map of a dataclass. Defaults are left out: one value has exactly one encoding."""
+    """A dataclass as a map. Defaults are left out, so that a value has exactly one encoding."""
     result: dict[str, object] = {}
     for field in _fields(cast(Any, type(value))):
         item = getattr(value, field.name)
@@ -265,7 +266,7 @@ def to_map(value: Any) -> dict[str, object]:
 
 
 def from_map(cls: type[T], fields: dict[str, object]) -> T:
-    """The dataclass of a map that a stranger sent. Raises `Malformed`; ignores unknown names."""
+    """A received map as a dataclass. Raises `Malformed`; ignores unknown names."""
     arguments: dict[str, Any] = {}
     for field in _fields(cast(Any, cls)):
         name = field.metadata["name"]

@@ -1,18 +1,18 @@
 """The payload of a sweep and of its result: arrays whose sizes follow from the header alone.
 
-Decides the order and the types of the arrays, and what counts as garbage: another length, a value
-that is not finite, log-probabilities that do not normalise. Knows nothing of models.
+Refused as garbage: another length, values that are not finite, log-probabilities that do not
+normalise.
 
-A sweep: context bytes, drafted bytes, the drafter's log-probabilities, hidden states, state. The
-state is the composed log-probability so far, normalised at every hop, so that each receiver can
-check it: a constant per position is lost in the final softmax anyway. With `DENOISE` there is z of
-every output byte in place of drafts and state.
+A sweep has context bytes, drafted bytes, the drafter's log-probabilities, hidden states and state.
+The state is the composed log-probability so far, normalised at every hop so that each receiver can
+check it (the final softmax removes a constant per position anyway). With `DENOISE`, z of every
+output byte takes the place of drafts and state.
 
 Over a wide-area line a payload costs a round trip for every doubling of TCP's window, which begins
-with about 14 kB: so a one-sweep carries no more than the choice between its drafts needs. Hidden
-states, nearly all of it, go in 4 bits a number with a scale for each vector (measured on 8 drafts
-of 128 bytes: the log-probabilities of whole drafts move by 0.9 nats, they differ by 8), the
-drafter's log-probabilities as one sum for each draft.
+with about 14 kB, so a one-sweep is kept small. Hidden states, nearly all of it, take 4 bits a
+number with a scale for each vector (measured on 8 drafts of 128 bytes: log-probabilities of whole
+drafts move by 0.9 nats, where they differ by 8); the drafter's log-probabilities are one sum for
+each draft.
 """
 
 from __future__ import annotations
@@ -27,8 +27,8 @@ from protocol.errors import WireError
 from protocol.serving import Mode, Sweep
 
 VOCABULARY = 256
-LOG_FLOOR = -1e4  # what a log-probability of 0 travels as: nothing here may be infinite
-Z_MAX = 1e3  # far beyond any noise: larger ones would overflow beside small sigmas
+LOG_FLOOR = -1e4  # sent for the logarithm of 0: no value here may be infinite
+Z_MAX = 1e3  # far beyond any noise; larger values would overflow with small sigmas
 NIBBLE_TOP, NIBBLE_ZERO = 7, 8  # 4-bit codes 1 to 15 stand for -7 to 7 times the vector's scale
 # A sum of 256 numbers, each rounded: fp16 keeps 11 bits of log-probabilities around -10.
 NORMAL_WITHIN = {np.dtype("<f4"): 1e-3, np.dtype("<f2"): 5e-2}
@@ -40,12 +40,13 @@ _HIDDEN, _SCALES = ("hidden_context", "hidden_drafts"), "_scales"
 
 
 class Garbage(WireError):
-    """Arrays that no honest host computes. Whoever sent them is to be avoided."""
+    """Arrays that no honest host computes. Their sender is to be avoided."""
 
 
 @dataclass(frozen=True)
 class Parcel:
-    """What travels with a sweep. `drafted`: of whole drafts, or of all 256 bytes (`VERIFY`)."""
+    """The arrays of a sweep. `drafted`: the drafter's log-probabilities, one sum per draft, or
+    (`VERIFY`) of all 256 bytes at each position."""
 
     context: Bytes  # (context,)
     drafts: Bytes | None = None  # (drafts, length); the drafter gets none
@@ -57,12 +58,12 @@ class Parcel:
 
 
 def scored_positions(sweep: Sweep) -> int:
-    """A verification also predicts the byte after the draft."""
+    """How many positions a sweep scores: a verification also predicts the byte after the draft."""
     return len(sweep.stretch) + (1 if sweep.mode == Mode.VERIFY else 0)
 
 
 def _layout(sweep: Sweep, width: int) -> Layout:
-    """The arrays in a sweep's payload: exact where the result must be, small in one sweep."""
+    """The arrays in a sweep's payload: fp32 where results must be exact, small in a one-sweep."""
     exact, rough, byte = np.dtype("<f4"), np.dtype("<f2"), np.dtype("u1")
     rows, length, whole = sweep.drafts, len(sweep.stretch), sweep.mode == Mode.ONE_SWEEP
     context = 0 if sweep.part else sweep.context  # it was in the first part
@@ -91,7 +92,7 @@ def _layout(sweep: Sweep, width: int) -> Layout:
 
 
 def parcel_bytes(sweep: Sweep, width: int) -> int:
-    """The only length that a sweep's payload may have."""
+    """The exact length of a sweep's payload."""
     return sum(int(np.prod(shape)) * kind.itemsize for _, shape, kind in _layout(sweep, width))
 
 
@@ -137,10 +138,10 @@ def unpack_parcel(sweep: Sweep, width: int, data: bytes | bytearray) -> Parcel:
 
 
 def to_nibbles(vectors: Floats) -> tuple[Floats, Bytes]:
-    """Vectors (..., width) as a float16 scale each and 4-bit codes, two a byte, the first low."""
+    """Vectors (..., width) as a float16 scale each and 4-bit codes, two a byte, low half first."""
     scales = (np.abs(vectors).max(-1, initial=0.0) / NIBBLE_TOP).astype("<f2")
     divisor = np.where(scales == 0, 1, scales).astype(np.float32)[..., None]
-    # No honest vector is that far off; of the others the scale tells.
+    # Only vectors beyond float16 or not finite give NaN or Inf here; their scale is refused.
     steps = np.nan_to_num(vectors / divisor, posinf=NIBBLE_TOP, neginf=-NIBBLE_TOP)
     codes = np.clip(np.rint(steps), -NIBBLE_TOP, NIBBLE_TOP).astype(np.int8) + NIBBLE_ZERO
     if codes.shape[-1] % 2:
@@ -149,7 +150,7 @@ def to_nibbles(vectors: Floats) -> tuple[Floats, Bytes]:
 
 
 def from_nibbles(scales: Floats, pairs: Bytes, width: int) -> Floats:
-    """The vectors again, in float32."""
+    """The inverse of `to_nibbles`, in float32."""
     shape = (*pairs.shape[:-1], 2 * pairs.shape[-1])
     codes = np.stack([pairs & 15, pairs >> 4], -1).reshape(shape)[..., :width]
     return (codes.astype(np.float32) - NIBBLE_ZERO) * scales.astype(np.float32)[..., None]
@@ -160,7 +161,7 @@ def from_nibbles(scales: Floats, pairs: Bytes, width: int) -> Floats:
 
 @dataclass(frozen=True)
 class Outcome:
-    """What the client gets. Which fields are there follows from what it asked for."""
+    """The result of a sweep. Which fields are set follows from the request's mode."""
 
     drafts: Bytes  # (drafts, length); with DENOISE the output itself
     drafted: Floats | None = None  # as in `Parcel`
@@ -196,7 +197,7 @@ def pack_outcome(sweep: Sweep, outcome: Outcome) -> bytes:
 
 
 def unpack_outcome(sweep: Sweep, data: bytes | bytearray) -> Outcome:
-    """The result of the sweep that we sent, checked. Raises `Garbage`."""
+    """The result of our sweep, checked. Raises `Garbage`."""
     arrays = _read(_result_layout(sweep), data)
     if "log_probs" in arrays:
         _check_normal("log_probs", arrays["log_probs"])

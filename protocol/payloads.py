@@ -31,14 +31,14 @@ from protocol.records import SignedRecord, verify
 
 
 def pack_records(records: Iterable[SignedRecord]) -> bytes:
-    """Records as they were signed; the asker verifies them itself."""
+    """Records with their signatures; the receiver verifies them."""
     return pack([[r.key, r.subkey, r.value, r.expiration_s] for r in records])
 
 
 def unpack_records(
     payload: BytesLike, max_records: int = RECORDS_PER_REPLY
 ) -> list[tuple[bytes, bytes, bytes, float]]:
-    """Claims, not verified: hand them to `admission.read_entries`."""
+    """Unverified records as (key, subkey, value, expiration): pass to `admission.read_entries`."""
     rows = unpack_rows(
         payload,
         bounded(payload, max_records * RECORD_ROW_BYTES),
@@ -52,7 +52,7 @@ def unpack_records(
 
 
 def announce_of(signed: SignedRecord) -> Announce:
-    """The announcement of a record of one's own."""
+    """The announcement of our own record."""
     return Announce(
         run=signed.record.run,
         block=signed.record.block,
@@ -64,9 +64,9 @@ def announce_of(signed: SignedRecord) -> Announce:
 
 
 def record_of(announce: Announce, now_s: float) -> SignedRecord:
-    """The record, verified. Raises `Malformed` or the `RecordError` that says what is wrong.
+    """The announced record, verified. Raises `Malformed` or a `RecordError`.
 
-    Its owner need not be the peer that sent it: compare `peer_id` where that matters.
+    The sender need not be the record's owner: compare `peer_id` where that matters.
     """
     signed = verify(announce.key, announce.subkey, announce.value, announce.expiration_s, now_s)
     if (signed.record.run, signed.record.block) != (announce.run, announce.block):
@@ -78,12 +78,12 @@ def record_of(announce: Announce, now_s: float) -> SignedRecord:
 
 
 def pack_index(shard_digests: list[bytes]) -> bytes:
-    """A snapshot's index; its content digest is the snapshot's name."""
+    """A snapshot's index: the digests of its shards. Its own digest is the snapshot's name."""
     return b"".join(shard_digests)
 
 
 def unpack_index(payload: BytesLike, snapshot: bytes) -> list[bytes]:
-    """The shards' digests, if this is the index that `snapshot` names."""
+    """The shards' digests. Raises `Malformed` unless `snapshot` is the digest of the index."""
     data = bytes(payload)
     count, rest = divmod(len(data), DIGEST_BYTES)
     if rest or not 0 < count <= SHARDS_PER_SNAPSHOT:

@@ -1,8 +1,8 @@
-"""Signed records in the DHT: what a peer says about itself, and who may say it.
+"""Signed records in the DHT: what a peer says about itself, under which keys, and for how long.
 
-Decides the record's form, its keys, who may write it (its subkey's owner) and how long it lives.
-Knows nothing of hivemind: an adapter in `node/` passes (key, subkey, value, expiration) through
-`verify`. Which of many valid records are kept and believed is `admission.py`'s business.
+Only the owner of a subkey can write its record. An adapter in `node/` passes hivemind's (key,
+subkey, value, expiration) through `verify`. The choice among many valid records is
+`admission.py`'s.
 """
 
 from __future__ import annotations
@@ -53,7 +53,7 @@ from protocol.packing import (
 )
 from protocol.version import PROTOCOL_MAJOR, PROTOCOL_MINOR
 
-# hivemind's reserved subkeys: msgpack nil marks a plain value, nothing at all a dictionary.
+# hivemind's reserved subkeys: msgpack nil marks a plain value, an empty one a dictionary.
 _RESERVED_SUBKEYS = (b"\xc0", b"")
 _SUBKEY_PREFIX = bytes([0xC4, PEER_ID_BYTES])  # msgpack: bin 8
 _SIGNED_PREFIX = b"blockswarm record\0"  # a signature on anything else is never a record
@@ -64,7 +64,7 @@ class RecordError(WireError):
 
 
 class PlainValue(RecordError):
-    """A value without a subkey: it would wipe the whole dictionary."""
+    """A value without a subkey, which would replace all records under the key."""
 
 
 class ForeignSubkey(RecordError):
@@ -72,19 +72,19 @@ class ForeignSubkey(RecordError):
 
 
 class RecordOversize(RecordError):
-    """More bytes than a record may have."""
+    """The record is longer than RECORD_MAX_BYTES."""
 
 
 class RecordExpired(RecordError):
-    """Its time is over."""
+    """The record's expiration has passed."""
 
 
 class LifeTooLong(RecordError):
-    """It would live longer than the protocol allows."""
+    """The record's expiration is further away than the protocol allows."""
 
 
 class WrongKey(RecordError):
-    """It is stored under a key that is not made of its run, block and owner."""
+    """The record is stored under another key than that of its run, block and owner."""
 
 
 class BadSignature(RecordError):
@@ -110,8 +110,8 @@ _HOST_NAME = re.compile(rf"{_LABEL}(\.{_LABEL})*", re.ASCII)
 
 
 def is_host_name(text: str) -> bool:
-    """Whether a resolver can be asked for it. Of an empty or a long label Python's makes an error
-    of its own, which nobody who dials expects."""
+    """Whether `text` can be given to a resolver. For an empty or too long label Python's raises a
+    UnicodeError, which callers that dial do not expect."""
     return _HOST_NAME.fullmatch(text) is not None
 
 
@@ -138,10 +138,10 @@ def _address(value: object) -> str:
 
 @dataclass(frozen=True, kw_only=True)
 class Record:
-    """What a peer says about itself. Names on the wire are one letter: 512 bytes are few.
+    """What a peer says about itself. Names on the wire are one letter, to fit into 512 bytes.
 
-    `consensus` is the digest of the head of its block's log, `head_round` the round of that head
-    (-1: genesis); `proposal_ms` is the first deadline that it proposes.
+    `consensus` is the digest of the head of its block's log, `head_round` that head's round (-1:
+    genesis), `proposal_ms` the first deadline that the peer proposes.
     """
 
     run: bytes = wire("r", digest())
@@ -161,7 +161,7 @@ class Record:
 
 @dataclass(frozen=True)
 class SignedRecord:
-    """A record with what was signed. `verify` and `seal` are its only honest sources."""
+    """A record with the bytes that were signed. Made by `verify` and `seal`."""
 
     key: bytes
     subkey: bytes
@@ -172,7 +172,7 @@ class SignedRecord:
 
     @property
     def freshness(self) -> tuple[int, float]:
-        """Of two records of one peer the larger one is newer, however it got here."""
+        """Orders records of one peer: the larger, the newer."""
         return self.record.sequence, self.expiration_s
 
 
@@ -184,14 +184,14 @@ def bucket_of(peer_id: bytes) -> int:
 
 
 def key_name(run: bytes, block: int, bucket: int) -> bytes:
-    """What is given to hivemind as the key; it stores under the SHA-1 of it."""
+    """The key as given to hivemind, which stores under its SHA-1."""
     if len(run) != DIGEST_BYTES or not 0 <= bucket < BUCKETS_PER_BLOCK:
         raise ValueError("a run id is a digest, a bucket is 0 to 3")
     return b"blockswarm/%d\0" % PROTOCOL_MAJOR + run + struct.pack(">HB", block, bucket)
 
 
 def key_names(run: bytes, block: int) -> list[bytes]:
-    """All keys of one block: what a reader looks up in one call."""
+    """All keys of one block, looked up in one call."""
     return [key_name(run, block, bucket) for bucket in range(BUCKETS_PER_BLOCK)]
 
 
@@ -221,12 +221,12 @@ def peer_of_subkey(subkey: bytes) -> bytes:
 
 
 def signed_bytes(key: bytes, subkey: bytes, body: bytes, expiration_s: float) -> bytes:
-    """What the signature covers. Key and subkey have fixed lengths, so nothing can shift."""
+    """What the signature covers. Unambiguous, since key and subkey have fixed lengths."""
     return _SIGNED_PREFIX + key + subkey + struct.pack(">d", expiration_s) + body
 
 
 def record_map(record: Record) -> dict[str, object]:
-    """The value to hand to hivemind's `store`: packing it gives the body that we sign."""
+    """The value for hivemind's `store`; packed, it is the body that is signed."""
     return {**to_map(record), "v": record.major, "w": record.minor}
 
 
@@ -243,7 +243,7 @@ def body_of(value: bytes) -> bytes:
 
 
 def seal(identity: Identity, record: Record, expiration_s: float) -> SignedRecord:
-    """Sign a record of one's own. Raises `RecordOversize` if the addresses are too many."""
+    """Sign our own record. Raises `RecordOversize` if there are too many addresses."""
     key = dht_key(key_name(record.run, record.block, bucket_of(identity.peer_id)))
     subkey = subkey_of(identity.peer_id)
     value = sign_body(identity, key, subkey, pack(record_map(record)), expiration_s)
@@ -255,7 +255,7 @@ def seal(identity: Identity, record: Record, expiration_s: float) -> SignedRecor
 def verify(
     key: bytes, subkey: bytes, value: bytes, expiration_s: float, now_s: float
 ) -> SignedRecord:
-    """The record, if its owner signed exactly this; otherwise a typed `WireError`."""
+    """The record, if it is valid and signed by its owner; otherwise raises a `WireError`."""
     signed = parse_claim(key, subkey, value, expiration_s, now_s)
     check_signature(signed)
     return signed
@@ -264,9 +264,9 @@ def verify(
 def parse_claim(
     key: bytes, subkey: bytes, value: bytes, expiration_s: float, now_s: float
 ) -> SignedRecord:
-    """Everything but the signature, cheapest checks first. For `admission.read_entries`.
+    """The record after all checks but the signature, cheapest first. For `admission.read_entries`.
 
-    Types are checked too: hivemind passes on whatever another node's msgpack held.
+    Types are checked too, since hivemind passes on whatever another node's msgpack contained.
     """
     if not all(isinstance(part, bytes) for part in (key, subkey, value)):
         raise Malformed("key, subkey and value must be bytes")
@@ -287,9 +287,9 @@ def parse_claim(
     return SignedRecord(bytes(key), bytes(subkey), bytes(value), expiration_s, peer_id, record)
 
 
-@lru_cache(256)  # the same record comes from every peer that knows it; the next round's is new
+@lru_cache(256)  # the same record arrives from many peers; the next round has a new one
 def _read(body: bytes, peer_id: bytes) -> tuple[Record, bytes]:
-    """What the body says, and the key that a record of this peer belongs under."""
+    """The record in `body`, and the DHT key under which this peer must store it."""
     fields = unpack_map(body, RECORD_MAX_BYTES)
     major, minor = uint(255)(fields.get("v")), uint(255)(fields.get("w"))
     assert isinstance(major, int)
@@ -305,6 +305,6 @@ def check_signature(signed: SignedRecord) -> None:
         raise BadSignature("the subkey's owner did not sign this record")
 
 
-@lru_cache(256)  # a record comes from its owner and from others: it is proven once
+@lru_cache(256)  # a record arrives from its owner and from others: it is verified once
 def _is_signed(peer_id: bytes, signature: bytes, message: bytes) -> bool:
     return identities.verify(peer_id, signature, message)

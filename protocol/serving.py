@@ -1,10 +1,8 @@
-"""Serving: what a client and the hosts of a sweep say to each other. Kinds 64 to 71.
+"""Messages between a client and the hosts of a sweep, and the form of a route. Kinds 64 to 71.
 
-Decides the form of the messages and of a route. A sweep travels from host to host (SWEEP, answered
-at once by SWEEP_TAKEN); the sender keeps it and asks SWEEP_WAIT until SWEEP_HANDED says that the
-next host has taken it over, so that it notices a host that stalls with the sweep in its hands. The
-last host sends the result to the client. Knows nothing of what is computed; the tensors are
-`parcel.py`'s.
+A sweep goes from host to host (SWEEP, answered at once by SWEEP_TAKEN). The sender keeps it and
+asks the receiver SWEEP_WAIT until SWEEP_HANDED says that it was handed on, and so notices a host
+that stalls. The last host sends the result to the client. The payloads' arrays are `parcel.py`'s.
 """
 
 from __future__ import annotations
@@ -52,10 +50,11 @@ _VERSION = struct.Struct(f">HQ{DIGEST_BYTES}s")
 
 
 class Mode(IntEnum):
-    """One sweep: K whole drafts, scored. Verify: one draft, with caches kept (`session`).
+    """How a sweep makes text.
 
-    Autoregression is a verification of drafts of length 0. Denoise: no draft; all bytes of one
-    output come out of noise together.
+    One sweep: K whole drafts, scored. Verify: one draft, with caches kept (`session`);
+    autoregression verifies drafts of length 0. Denoise: all bytes of one output are denoised
+    together, without a draft.
     """
 
     ONE_SWEEP = 1
@@ -65,7 +64,7 @@ class Mode(IntEnum):
 
 @dataclass(frozen=True)
 class Hop:
-    """One block of a route: which version, its weight in the composition, who may serve it."""
+    """One block of a route: its version, its weight in the composition, the hosts to try."""
 
     block: int
     digest: bytes
@@ -85,7 +84,7 @@ def _peer(value: object) -> bytes:
 
 
 def unpack_hop(data: object) -> Hop:
-    """A hop that a stranger sent. Raises `Malformed`."""
+    """A hop as received. Raises `Malformed`."""
     if not isinstance(data, bytes) or len(data) < _HOP.size:
         raise Malformed("not a hop")
     block, version, weight, count = _HOP.unpack_from(data)
@@ -106,7 +105,7 @@ def _hop(value: object) -> object:
 
 @dataclass(frozen=True)
 class Version:
-    """A block's weights that a host has ready: their round (plus one) and their digest."""
+    """A version of a block that a host can serve: its round (plus one) and its digest."""
 
     block: int
     round: int
@@ -136,7 +135,7 @@ _purpose = int(Purpose.SERVING)
 
 @dataclass(frozen=True, kw_only=True)
 class ServingRequest(Message):
-    """Which versions do you serve, and how busy are you? Its round trip is the latency."""
+    """Ask which versions a host serves and how busy it is. The round trip measures the latency."""
 
     KIND = Kind.SERVING_REQUEST
     run: bytes = wire("run", digest())
@@ -145,7 +144,8 @@ class ServingRequest(Message):
 
 @dataclass(frozen=True, kw_only=True)
 class ServingReply(Message):
-    """`waiting` jobs are ahead, one takes about `usual_s`. `weights` and `temperature` compose."""
+    """`waiting` jobs are queued, each takes about `usual_s`. `weights` (of blocks) and
+    `temperature` are those of the composition."""
 
     KIND = Kind.SERVING_REPLY
     versions: tuple[bytes, ...] = wire("versions", list_of(_version, SWEEP_VERSIONS_PER_REPLY), ())
@@ -165,13 +165,14 @@ class Sweep(Message):
     """A sweep on its way to place `place` of its route. Payload: `parcel.py`.
 
     `start` positions are in the caches of `session` already; `context` bytes follow them, then
-    `drafts` x `length` drafted bytes, which the host of place 0 writes (in `DENOISE` it begins
-    `length` bytes, which only the last host knows). `client` is filled in by that host, who knows
-    from whom it came. `weight` is what the state has summed up so far.
+    `drafts` x `length` drafted bytes, which the host of place 0 writes (with `DENOISE` it starts
+    the denoising of `length` bytes, which the last host finishes). That host also fills in
+    `client`, the peer that sent it the sweep. `weight` is the sum of the blocks' weights in the
+    state so far.
 
-    One sweep of whole drafts may travel in `parts`: part 0 with the context and the first bytes of
-    all drafts, the others with the bytes that follow. So a host reads the first ones while the
-    drafter still writes the last, and a slow line is filled in the meantime.
+    A one-sweep may be sent in `parts`: part 0 with the context and the first bytes of all drafts,
+    the others with the bytes that follow. So hosts score the first bytes, and a slow line is in
+    use, while the drafter still writes the last.
     """
 
     KIND = Kind.SWEEP
@@ -206,7 +207,7 @@ class Sweep(Message):
 
     @property
     def read(self) -> int:
-        """Positions that are in the caches when this part comes."""
+        """Positions that are in the caches before this part."""
         return self.start + (self.context + self.stretch.start if self.part else 0)
 
     @property
@@ -216,7 +217,7 @@ class Sweep(Message):
         return range(first // self.parts, after // self.parts)
 
     def check(self) -> None:
-        """What no single field can tell. Raises `Malformed`."""
+        """Check the fields against each other. Raises `Malformed`."""
         hops = self.hops()
         if self.place >= len(hops) or hops[self.place].block != self.block:
             raise Malformed("a sweep that is not at a place of its route")
@@ -243,14 +244,14 @@ class Sweep(Message):
 
 @dataclass(frozen=True, kw_only=True)
 class SweepTaken(Message):
-    """The sweep, or its result, has arrived whole."""
+    """The sweep, or its result, has arrived completely."""
 
     KIND = Kind.SWEEP_TAKEN
 
 
 @dataclass(frozen=True, kw_only=True)
 class SweepWait(Message):
-    """Has the sweep that you took left your hands?"""
+    """Ask whether a sweep that the host took was handed on."""
 
     KIND = Kind.SWEEP_WAIT
     sweep: bytes = wire("sweep", _id)
@@ -259,10 +260,10 @@ class SweepWait(Message):
 
 @dataclass(frozen=True, kw_only=True)
 class SweepHanded(Message):
-    """`handed`: the next host has it, or the client, or it was given up.
+    """`handed`: the next host or the client has the sweep, or it was given up.
 
-    `moves` grows whenever the sweep comes nearer to that: who waits in a queue that moves, or for
-    a next host that is busy, does not stall.
+    `moves` grows with every progress towards that. A host with a queue that moves, or with a busy
+    next host, therefore does not count as stalled.
     """
 
     KIND = Kind.SWEEP_HANDED
@@ -272,7 +273,8 @@ class SweepHanded(Message):
 
 @dataclass(frozen=True, kw_only=True)
 class SweepResult(Message):
-    """From the last host to the client. Payload: `parcel.py`; `path` went through `missing`."""
+    """From the last host to the client. Payload: `parcel.py`. `path`: the hosts that computed it;
+    `missing`: blocks that were skipped."""
 
     KIND = Kind.SWEEP_RESULT
     sweep: bytes = wire("sweep", _id)
@@ -282,10 +284,10 @@ class SweepResult(Message):
 
 
 class Trouble(IntEnum):
-    """Why a host could not go on with a sweep. Unknown ones of newer versions stay numbers."""
+    """Why a host could not go on with a sweep. Unknown values of newer versions stay numbers."""
 
     NOBODY = 1  # no host of `block` takes it
-    GARBAGE = 2  # what `blamed` sent is no prediction
+    GARBAGE = 2  # `blamed` sent arrays that `parcel.py` refuses
     NO_SESSION = 3  # a host has lost its caches: begin again from position 0
     INTERNAL = 4
     BUSY = 5  # every host of `block` that is left is busy, and time is running out
@@ -294,7 +296,7 @@ class Trouble(IntEnum):
 
 @dataclass(frozen=True, kw_only=True)
 class SweepFailed(Message):
-    """To the client: the sweep ends here. `blamed` is what the reporter says, no more."""
+    """To the client: the sweep failed. `blamed` is only the reporting host's claim."""
 
     KIND = Kind.SWEEP_FAILED
     sweep: bytes = wire("sweep", _id)

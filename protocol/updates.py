@@ -1,8 +1,8 @@
-"""Updates: the header that says whose they are, their names, and several of them in one payload.
+"""Updates: their header, their digests, and several of them in one payload.
 
-An update names its block, round and sender inside the bytes that its digest covers: replayed in a
-later round, brought to another block, or handed in by another peer as its own, it is refused. What
-follows the header is the codec's.
+The header (block, round, sender) is covered by the update's digest: an update that is replayed in
+a later round, sent to another block, or claimed by another peer is refused. After the header come
+the bytes of `protocol.codec`.
 """
 
 from __future__ import annotations
@@ -22,7 +22,7 @@ UPDATE_HEADER_BYTES = _HEADER.size
 
 
 class UpdateError(WireError):
-    """An update that is not what an honest sender makes."""
+    """An update that no honest sender makes."""
 
 
 class WrongBlock(UpdateError):
@@ -30,7 +30,7 @@ class WrongBlock(UpdateError):
 
 
 class WrongRound(UpdateError):
-    """An update of another round: a replay, or a clock that is off."""
+    """An update of another round: a replay, or a wrong clock."""
 
 
 class WrongSender(UpdateError):
@@ -38,7 +38,7 @@ class WrongSender(UpdateError):
 
 
 def update_digest(payload: BytesLike) -> bytes:
-    """The name of an update."""
+    """The digest that names an update."""
     return content_digest(payload)
 
 
@@ -47,7 +47,7 @@ def pack_update(block: int, number: int, sender: bytes, body: bytes) -> bytes:
 
 
 def update_body(payload: bytes, block: int, number: int, sender: bytes) -> bytes:
-    """The codec's bytes of the update that `sender` made for this block and round."""
+    """The codec's bytes, after a check that the header has this block, round and sender."""
     if len(payload) < _HEADER.size:
         raise Malformed("too short for an update")
     named_block, named_round, named_sender = _HEADER.unpack_from(payload)
@@ -61,9 +61,9 @@ def update_body(payload: bytes, block: int, number: int, sender: bytes) -> bytes
 
 
 def pack_updates(updates: Sequence[bytes]) -> bytes:
-    """Updates as they were sent: their number, their lengths, then their bytes.
+    """Encoded updates as one payload: their number, their lengths, then their bytes.
 
-    Not msgpack: they are the bulk of what a follower reads, and should be copied once.
+    Not msgpack, since they are the bulk of what a follower reads and should be copied only once.
     """
     lengths = [len(update) for update in updates]
     head = _COUNT.pack(len(updates)) + b"".join(map(_COUNT.pack, lengths))
@@ -77,7 +77,7 @@ def pack_updates(updates: Sequence[bytes]) -> bytes:
 def unpack_updates(
     payload: BytesLike, max_each_bytes: int, max_count: int = UPDATES_PER_ENTRY
 ) -> list[bytes]:
-    """The updates, whose digests are still to be compared with those of the entry."""
+    """The updates in a payload. The caller compares their digests with those of the log entry."""
     data = memoryview(payload)
     if len(data) < _COUNT.size:
         raise Malformed("not a list of updates")

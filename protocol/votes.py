@@ -1,7 +1,7 @@
-"""Votes: which updates of a round a replica holds and accepts, signed, so that others can pass
+"""Votes: which updates of a round a replica holds and accepts, signed, so that any peer can pass
 them on.
 
-What votes lead to is decided in `swarm.consensus.votes`.
+Counting them is `swarm.consensus.votes`'s part.
 """
 
 from __future__ import annotations
@@ -54,28 +54,29 @@ class VoteError(WireError):
 
 @dataclass(frozen=True, order=True)
 class UpdateRef:
-    """One update: its digest names it, its sender answers for it. Ordered by digest."""
+    """An update's digest and its sender. Ordered by digest."""
 
     digest: bytes
     sender: str
 
 
 class Reason(enum.IntEnum):
-    """Why a voter does not accept a sender's update, although it could have it.
+    """Why a voter does not accept a sender's update.
 
-    It is said in the vote, so that whoever is left out hears why. Of one that is neither listed nor
-    declined the voter knew nothing in time. A newer voter may have reasons that we do not know.
+    It is part of the vote, so that a sender that is left out learns why. A sender that is neither
+    listed nor declined was not known to the voter in time. Unknown reasons of newer versions are
+    read as OTHER.
     """
 
     OTHER = 0
-    REFUSED = 1  # it is no valid update of this round
-    FAULT = 2  # earlier ones were none, or its sender was two-faced: it is left out for some rounds
-    HARM = 3  # earlier ones made the voter's held-out text worse: likewise
+    REFUSED = 1  # not a valid update of this round
+    FAULT = 2  # earlier updates were invalid, or votes differed: left out for some rounds
+    HARM = 3  # earlier updates worsened the voter's held-out CE: left out for some rounds
 
 
 @dataclass(frozen=True)
 class Vote:
-    """What `voter` holds and accepts in a round, on top of the log entry `base`."""
+    """The updates that `voter` holds and accepts in a round, on top of the log entry `base`."""
 
     voter: str
     round: int
@@ -87,7 +88,7 @@ class Vote:
 
 @dataclass(frozen=True)
 class SignedVote:
-    """A vote, of which run and block it is, and the bytes that its voter signed."""
+    """A vote with its run and block, and the bytes that the voter signed."""
 
     run: bytes
     block: int
@@ -97,7 +98,7 @@ class SignedVote:
 
 @dataclass(frozen=True, kw_only=True)
 class _Body:
-    """A vote as a map. Peers by their ids; its voter is whoever signed it."""
+    """A vote as a map, with peers as ids; the voter is the signer."""
 
     run: bytes = wire("run", digest())
     block: int = wire("block", block_id)
@@ -113,7 +114,7 @@ class _Body:
 
 
 def seal_vote(identity: Identity, run: bytes, block: int, vote: Vote) -> SignedVote:
-    """Sign a vote of one's own: peer id, signature, then the msgpack map."""
+    """Sign our own vote. The blob is peer id, signature, msgpack map."""
     body = _Body(
         run=run,
         block=block,
@@ -129,7 +130,7 @@ def seal_vote(identity: Identity, run: bytes, block: int, vote: Vote) -> SignedV
 
 
 def verify_vote(data: bytes) -> SignedVote:
-    """The vote, if the peer that it names signed it. Raises `Malformed` or `VoteError`."""
+    """The vote in a blob, its signature verified. Raises `Malformed` or `VoteError`."""
     start = PEER_ID_BYTES + SIGNATURE_BYTES
     if not start < len(data) <= VOTE_BLOB_MAX_BYTES:
         raise Malformed("not a signed vote")
@@ -167,7 +168,7 @@ def pack_votes(votes: Iterable[SignedVote]) -> bytes:
 
 
 def unpack_votes(payload: BytesLike) -> list[bytes]:
-    """Blobs, not verified: hand each to `verify_vote`."""
+    """Vote blobs, not verified yet: pass each to `verify_vote`."""
     limit = bounded(payload, PAYLOAD_MAX_BYTES[Kind.VOTE_REPLY])
     rows = unpack_rows(payload, limit, VOTES_PER_REPLY, blob(1, VOTE_BLOB_MAX_BYTES))
     return [row[0] for row in rows]

@@ -1,13 +1,11 @@
-"""Which block a host works on.
+"""Which block a host works on, from public facts in the DHT and the logs.
 
-Decides from what everybody can read in the DHT and the logs. Knows nothing of how it was read.
-
-A newcomer takes one of the neediest blocks (fewest replicas whose updates were included lately)
-at random, among those that fit into its memory. A host that has a block moves only if another one
-is below its minimum, and only if it is not among the few that keep its own (`must_stay`). All
-hosts see the same need at the same moment, so if each moved at once the whole swarm would run to
-the empty block and back: each host moves with a probability such that about as many move as are
-missing, then rests for some rounds. When a move is due and it is not drawn it is tried again.
+A newcomer takes one of the neediest blocks (fewest replicas whose updates were included lately) at
+random, among those that fit into its memory. A host with a block moves only if another block is
+below its minimum, and only if it need not stay (`must_stay`). All hosts see the same need at the
+same moment, and if all moved, the whole swarm would go to the empty block and back. So each moves
+with such a probability that about as many move as are missing, and then rests for some rounds; if
+it is not drawn, it tries again in the next round.
 """
 
 from __future__ import annotations
@@ -21,7 +19,7 @@ from dataclasses import dataclass
 
 @dataclass(frozen=True)
 class BlockView:
-    """A block as a host sees it. `replicas` counts hosts included lately or just arrived."""
+    """A block as seen by a host. `replicas`: hosts included lately or just arrived."""
 
     block: int
     replicas: int
@@ -32,7 +30,7 @@ class BlockView:
 
 @dataclass(frozen=True)
 class HostLimits:
-    """What this host can hold, and what it may still download today."""
+    """This host's memory, and how much it may still download today."""
 
     memory_bytes: int
     download_bytes: int
@@ -40,7 +38,7 @@ class HostLimits:
 
 @dataclass(frozen=True)
 class MoveRules:
-    """A host rests `rest_rounds` after a move, and moves only after `patience_rounds` of need."""
+    """`rest_rounds` between moves; a block must be in need for `patience_rounds` before a move."""
 
     rest_rounds: int = 8
     patience_rounds: int = 2
@@ -56,7 +54,7 @@ def fitting(blocks: Sequence[BlockView], limits: HostLimits) -> list[BlockView]:
 
 
 def first_choice(blocks: Sequence[BlockView], limits: HostLimits, rng: random.Random) -> int | None:
-    """The block of a newcomer, or None if nothing fits. Below-minimum blocks come first."""
+    """The block of a newcomer, or None if none fits. Blocks below their minimum come first."""
     possible = fitting(blocks, limits)
     if not possible:
         return None
@@ -77,7 +75,7 @@ def move(
 ) -> int | None:
     """The block to move to now, or None to stay.
 
-    `needy_rounds`: for how long each block was in need. `stays`: see `must_stay`.
+    `needy_rounds`: for how many rounds each block was in need. `stays`: see `must_stay`.
     """
     rules = rules or MoveRules()
     if stays or rounds_here < rules.rest_rounds:
@@ -92,22 +90,22 @@ def move(
     target = rng.choice(needy)
     missing = target.minimum - target.replicas
     spare = sum(max(view.replicas - view.minimum, 0) for view in blocks)
-    # About `missing` of the spare hosts go. Not a certainty even if all are needed: the others
-    # decide at the same moment, and who is not drawn tries again the next round.
+    # On average `missing` of the spare hosts move. Never with certainty, since all hosts decide at
+    # the same moment; a host that is not drawn tries again in the next round.
     return target.block if rng.random() < min(missing / max(spare, 1), 0.75) else None
 
 
 def must_stay(me: str, replicas: Collection[str], minimum: int) -> bool:
-    """Whether this host is one of the `minimum` that keep the block: those of the lowest hash.
+    """Whether this host is one of the `minimum` that keep the block: those with the lowest hash.
 
-    Without it the two replicas of a block would leave together, each relying on the other.
+    Without this the two replicas of a block could leave at the same time.
     """
     ranked = sorted({*replicas, me}, key=lambda p: hashlib.blake2b(p.encode()).digest())
     return me in ranked[:minimum]
 
 
 def needy_rounds_after(before: Mapping[int, int], blocks: Sequence[BlockView]) -> dict[int, int]:
-    """One more round of watching: blocks below their minimum, and for how many rounds they were."""
+    """Blocks below their minimum, and for how many rounds, after one more round."""
     return {v.block: before.get(v.block, 0) + 1 for v in blocks if v.replicas < v.minimum}
 
 
@@ -118,10 +116,10 @@ def several(
     count: int,
     rng: random.Random,
 ) -> list[int]:
-    """Blocks for `count` more workers of one host; fewer if they do not fit (`limits` of each).
+    """Blocks for `count` more workers of one host; none if no block fits (`limits` of each).
 
-    `taken` are those of its other workers. Different blocks as long as there are any: replicas on
-    one host die together, so they cover a block no better than one of them. Then the neediest.
+    `taken`: the blocks of its other workers. Prefers different blocks, since replicas on one host
+    fail together and cover a block no better than one; then the neediest.
     """
     possible = fitting(blocks, limits)
     own = Counter(taken)

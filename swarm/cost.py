@@ -1,8 +1,7 @@
 """What a run costs a host: memory, bytes on the wire, disk. Estimates from its run file alone.
 
-For a person who wonders whether to join, and for the choice of a block. Of the costliest block
-unless one is named; they lean to the high side. Decides nothing, measures nothing: a benchmark
-(`benchmarks.join_time`) holds the memory against a real host.
+For users who consider joining, and for the choice of a block. For the costliest block unless one is
+given; rather too high than too low. `benchmarks.join_time` compares the memory with a real host's.
 """
 
 from __future__ import annotations
@@ -18,16 +17,16 @@ from swarm.run import VOCABULARY, ModelShape, Objective, Run
 if TYPE_CHECKING:
     from swarm.runfile import RunFile
 
-# Two processes with torch, one of them with hivemind's DHT, the pages of the libraries that they
-# share, p2pd (64 MiB).
+# Two processes with torch and the library pages that they share, hivemind's DHT in one of them,
+# p2pd (64 MiB).
 RUNTIME_BYTES = 560 << 20
 WORKER_BYTES_PER_WEIGHT = 20  # fp32 weights, gradients, two moments of Adam, int32 consensus
-# An fp32 vector shared with the node, two snapshots, the trend, room for the next consensus; and
-# the newest steps, whose size depends on how many weights the updates have. What is put aside of an
-# update, in half precision, and for a moment the change that it makes.
+# An fp32 vector shared with the node, two snapshots, the trend, room for the next consensus; the
+# newest steps, whose size depends on the updates' density; what is put aside of an update, in half
+# precision, and for a moment its change to the weights.
 EXCHANGE_BYTES_PER_WEIGHT = 38
-# A followed block: its int32 consensus, the fp16 version that its copy moves to, and the copy. It
-# is read in full where the gradients will be, one at a time.
+# A followed block: its int32 consensus, the fp16 version that its copy moves to, and the copy.
+# Copies are in full precision one at a time, in memory that the gradients use later.
 COPY_BYTES_PER_WEIGHT = 8
 LAYER_FLOATS_PER_WIDTH = 18  # kept for the backward pass, per byte of context
 HEAD_FLOATS = 2 * VOCABULARY  # the loss of a slice at a time: its logits and their softmax
@@ -41,7 +40,7 @@ def block_parameters(run: Run) -> tuple[int, ...]:
 
 
 def parameter_counts(shape: ModelShape, objective: Objective) -> tuple[int, ...]:
-    """The same for a shape, without the few that joint denoising adds."""
+    """Parameters of every block of a shape, without the few that joint denoising adds."""
     width, layers = shape.width, shape.layers
     count = VOCABULARY * width + layers * (12 * width**2 + 2 * width)
     if objective == "edm":
@@ -54,10 +53,10 @@ def parameter_counts(shape: ModelShape, objective: Objective) -> tuple[int, ...]
 
 
 def worker_memory_bytes(runfile: RunFile, block: int | None = None) -> int:
-    """Memory of one worker with everything around it; on a GPU host, of both memories together."""
+    """Memory of a host with one worker; with a GPU, of both memories together."""
     shape, training = runfile.run.model, runfile.run.training
     counts = block_parameters(runfile.run)
-    if block is None:  # the last two follow the most; one of them trains through the next, too
+    if block is None:  # the last two follow most blocks; the first of these also looks ahead
         last = shape.blocks - 1
         return max(worker_memory_bytes(runfile, b) for b in {max(0, last - 1), last})
     followed = followed_blocks(shape, block)
@@ -70,13 +69,13 @@ def worker_memory_bytes(runfile: RunFile, block: int | None = None) -> int:
 
 
 def expected_update_bytes(runfile: RunFile, block: int | None = None) -> int:
-    """What an update will have, on the average of the run."""
+    """The size of an update, averaged over the run."""
     size = runfile.parameters(block)
     return math.ceil(runfile.codecs.mean(lambda codec: encoded_bytes(codec, size)))
 
 
 def encoded_bytes(codec: CodecSpec, size: int) -> float:
-    """So many weights encoded; for top-k a kept one costs its value and the gap before it."""
+    """The encoded size of `size` weights; with top-k a kept one costs its value and its gap."""
     if codec.codec != CodecId.TOPK:
         return codec.max_bytes(size)
     kept = codec.max_kept(size)
@@ -84,15 +83,15 @@ def encoded_bytes(codec: CodecSpec, size: int) -> float:
 
 
 def expected_step_bytes(runfile: RunFile, replicas: int, block: int | None = None) -> int:
-    """One step of the log: the aggregate of so many updates, whose weights hardly overlap."""
+    """Bytes of the updates in one step of the log; at most those of the dense weights."""
     dense = 4 * runfile.parameters(block)
     return min(max(1, replicas) * expected_update_bytes(runfile, block), dense)
 
 
 def expected_gb_per_day(runfile: RunFile, replicas: int, block: int | None = None) -> float:
-    """Both directions, with `replicas` hosts on every block: updates, and the logs it follows.
+    """GB in both directions, with `replicas` hosts on every block: updates and followed logs.
 
-    Whatever is pulled is served by somebody, so an average host sends as much as it receives.
+    An average host sends as much as it receives.
     """
     shape = runfile.run.model
     worst = shape.blocks - 1 if block is None else block
@@ -103,7 +102,7 @@ def expected_gb_per_day(runfile: RunFile, replicas: int, block: int | None = Non
 
 
 def disk_bytes(runfile: RunFile, replicas: int, block: int | None = None) -> int:
-    """Checkpoints and the log with its snapshots; without the corpus."""
+    """Bytes of checkpoints and of the log with its snapshots; without the corpus."""
     saved = SAVED_BYTES_PER_WEIGHT * runfile.parameters(block)
     steps = 2 * runfile.exchange.snapshot_every * expected_step_bytes(runfile, replicas, block)
     return saved + steps

@@ -1,11 +1,10 @@
-"""The event log: what a node writes down about every round, one JSON object per line.
+"""The schema of the event log: what a node logs about every round, one JSON object per line.
 
-Decides the schema (docs/events.md describes it for readers) and checks lines against it. Knows
-nothing of files. Status, report and benchmarks read these lines and nothing else.
+Described in docs/events.md. `status`, `report` and benchmarks read only these lines.
 
-The schema is the dataclasses below: a field's annotation is its type and its bounds, a field with a
-default may be missing. Unknown fields are kept out when reading, so a newer node's log stays
-readable. Bounds hold for lines that are read; who writes an event keeps to them.
+The schema is the dataclasses below: annotations give types and bounds, a field with a default may
+be missing. Unknown fields are ignored, so a newer node's log stays readable. Bounds are checked
+when lines are read, not when they are written.
 """
 
 from __future__ import annotations
@@ -39,7 +38,7 @@ Purpose = Literal[
 ]
 Move = Literal["rebase", "merge", "keep"]
 Outcome = Literal["decided", "empty", "undecided", "syncing", "missed"]
-# Sums and plots need sizes within reason; no float holds a larger integer.
+# Bounded for sums and plots: a float holds integers exactly up to this.
 Count = Annotated[int, msgspec.Meta(ge=0, lt=2**53)]
 BlockNumber = Annotated[int, msgspec.Meta(ge=0, lt=MAX_BLOCKS)]
 Round = Annotated[int, msgspec.Meta(ge=-1, lt=2**53)]  # -1: before the first
@@ -54,7 +53,7 @@ class EventError(DataError):
 
 @dataclass(frozen=True)
 class Refusal:
-    """An update that was refused, and why (the message of the check that failed)."""
+    """A peer whose update was refused, or that declined ours, and the reason."""
 
     peer: str
     reason: str
@@ -62,7 +61,7 @@ class Refusal:
 
 @dataclass(frozen=True)
 class Traffic:
-    """Bytes on the wire in a round, of one purpose."""
+    """Bytes on the wire in a round, for one purpose."""
 
     purpose: Purpose
     sent_bytes: Count
@@ -71,7 +70,7 @@ class Traffic:
 
 @dataclass(frozen=True)
 class RoundEvent:
-    """The exchange of one round, written when it is closed."""
+    """The exchange of one round, logged when it is closed."""
 
     kind: ClassVar[str] = "round"
     time_s: Seconds
@@ -96,8 +95,8 @@ class RoundEvent:
     consensus_ce_nats: Nats | None = None
     steps: Count = 0
     copy_ages_rounds: tuple[int, ...] = ()
-    declined: tuple[Refusal, ...] = ()  # who did not accept our update, and why
-    replicas: Hosts = 1.0  # how many hosts' work the last rounds had
+    declined: tuple[Refusal, ...] = ()  # voters that did not accept our update, and why
+    replicas: Hosts = 1.0  # average number of hosts in the last rounds, by work
 
 
 @dataclass(frozen=True)
@@ -155,7 +154,7 @@ def to_dict(event: LogEvent) -> dict[str, object]:
 
 
 def to_line(event: LogEvent) -> str:
-    """One line, without the newline. NaN is not JSON: such a CE is written as null by its owner."""
+    """The event as a line, without the newline. NaN is not JSON: the caller passes None instead."""
     return json.dumps(to_dict(event), separators=(",", ":"), sort_keys=True, allow_nan=False)
 
 
@@ -171,7 +170,7 @@ def from_line(line: str) -> LogEvent:
 
 
 def from_dict(data: object) -> LogEvent:
-    """Check a decoded line against the schema; EventError names the field that is wrong."""
+    """Check a decoded line against the schema. Raises EventError, which names the wrong field."""
     if not isinstance(data, dict):
         raise EventError("event is not an object")
     if data.get("v") != SCHEMA_VERSION:

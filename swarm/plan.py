@@ -1,13 +1,12 @@
-"""How a run is cut into rounds, and how dense its updates are: from its length and its hosts.
+"""Rounds and update densities of a run, from its length and its hosts' speed.
 
-Decides rounds, windows and densities for the presets and for `blockswarm init`; a run file may say
-anything else. The numbers come from the trials in docs/trials.md; `benchmarks.worth` is there to
-hold the presets against them:
+For the presets and `blockswarm init`; a run file may have any others. The numbers come from the
+trials in docs/trials.md; `benchmarks.worth` measures the presets:
 
-- Replicas that go far apart between two exchanges lose what averaging could give them. How far is a
-  matter of learning rate times steps: with 4 replicas 0.04 kept all of a cluster's gain, 0.08 kept
-  0.85 of it and 0.2 half.
-- What a sparse codec lives on is its coverage: how often each weight is sent in the whole run.
+- Replicas that drift far apart between two exchanges lose the gain of averaging. Drift is learning
+  rate times steps: with 4 replicas 0.04 kept all of a cluster's gain, 0.08 kept 0.85 of it and 0.2
+  half.
+- The loss from sparse updates depends on coverage: how often each weight is sent in the whole run.
 """
 
 from __future__ import annotations
@@ -17,20 +16,20 @@ from dataclasses import dataclass
 
 from swarm.run import Training
 
-REPLICAS = 4  # on a block, that a plan is made for
-DRIFT = 0.04  # learning rate, as high as it is with so many, times the steps of a round
-COVERAGE = 40.0  # without what the ends of the run add to it
+REPLICAS = 4  # replicas of a block that plans are made for
+DRIFT = 0.04  # learning rate (with REPLICAS replicas) times the steps of a round
+COVERAGE = 40.0  # without what the denser ends of the run add
 ENOUGH_COVERAGE = 15.0  # with the ends
 ENDS_DENSITY = 0.5
 LEAST_DENSITY, MOST_DENSITY = 0.0005, 0.2
-LEAST_PERIOD_S = 1.5  # an exchange among processes of one machine fits into that
-# The windows of an exchange, as shares of a period: first deadline from .. to, vote, repair.
+LEAST_PERIOD_S = 1.5  # enough for an exchange among processes of one machine
+# Windows of an exchange as shares of a period: first deadline (floor, ceiling), vote, repair.
 FLOOR, CEILING, VOTE, REPAIR = 0.1, 0.35, 0.1, 0.12
 
 
 @dataclass(frozen=True)
 class Plan:
-    """Rounds of a run."""
+    """The rounds of a run and the density of its updates."""
 
     steps_per_round: int
     period_s: float
@@ -49,10 +48,10 @@ class Plan:
 
 
 def plan(training: Training, duration_s: float, steps_per_s: float) -> Plan:
-    """Rounds for hosts that make so many steps a second, in a run of that length.
+    """The plan for a run of this length, with hosts of this speed.
 
-    As short as the drift of the replicas wants them, and no shorter than an exchange takes: fast
-    hosts then make more steps in them.
+    Rounds are as short as DRIFT demands, but not shorter than an exchange takes: fast hosts then
+    make more steps in a round.
     """
     rate = training.learning_rate * training.rate_factor(REPLICAS)
     steps = max(1, round(DRIFT / rate))

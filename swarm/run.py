@@ -1,7 +1,7 @@
 """The run: a model, its noise, its objective and its schedule, checked once and frozen.
 
-Decides which combinations make sense and refuses the others with the field's name. Knows nothing
-of files, data or the network; `to_dict`/`from_dict` are what a TOML file or a manifest holds.
+Combinations that make no sense are refused with the field's name. `to_dict` and `from_dict` are for
+manifests; the TOML file is `swarm.runfile`'s.
 """
 
 from __future__ import annotations
@@ -21,11 +21,11 @@ Composition = Literal["logit", "embedding"]
 Optimizer = Literal["muon", "adamw"]
 
 VOCABULARY = 256  # bytes in, bytes out
-# Joint denoising begins with nothing known and ends with certain bytes: between them lie all
-# sigmas at which z tells something of a byte.
+# Joint denoising goes from nothing known to certain bytes: over all sigmas at which z tells
+# something, but not everything, of a byte.
 JOINT_SIGMA_MIN, JOINT_SIGMA_MAX = 0.1, 10.0
 
-# A stranger's run file must not make a host allocate without end.
+# Bounds on what another peer's run file can make a host allocate.
 MAX_BLOCKS, MAX_LAYERS, MAX_WIDTH, MAX_CONTEXT = 1024, 256, 32768, 1 << 17
 
 
@@ -60,13 +60,13 @@ class ModelShape:
 
 @dataclass(frozen=True)
 class Noise:
-    """z = E[y] + sigma * eps, with sigma lognormal, truncated to [sigma_min, sigma_max]."""
+    """z = E[y] + sigma * eps, with lognormal sigma truncated to [sigma_min, sigma_max]."""
 
     sigma_min: float = 5.0
     sigma_max: float = 10.0
     p_mean: float = -1.2
     p_std: float = 1.2
-    overlap: float = 0.05  # how far a block's interval reaches into its neighbours', in log sigma
+    overlap: float = 0.05  # of a block's interval with its neighbours', as a share of its log width
     leak_limit_nats: float = 0.05
 
     def __post_init__(self) -> None:
@@ -96,13 +96,13 @@ class Noise:
 
 
 def usual_learning_rate(steps: int) -> float:
-    """The best of those that were tried at the default shape; short runs have to move faster."""
+    """The best learning rate of those tried at the default shape; higher for short runs."""
     return 2e-3 if steps < 6000 else 1e-3
 
 
 @dataclass(frozen=True)
 class Training:
-    """The objective and the schedule. All of it is a function of the step, so of the round."""
+    """The objective and the schedule, which depends on the step alone."""
 
     objective: Objective = "bayes"
     steps: int = 6000
@@ -117,10 +117,10 @@ class Training:
     beta2: float = 0.97
     clip_norm: float = 1.0
     look_ahead_weight: float = 1.0  # weight of the next block's loss in a block's own objective
-    staggered: bool = True  # copies in the versions they were trained against, not the newest
+    staggered: bool = True  # copies in the versions they were trained with, not the newest
     copy_steps: float = 25.0  # copies move 1 / copy_steps of the way to a new version in each step
-    ahead_learns: bool = False  # the copy of the next block follows its own gradient meanwhile
-    denoise_share: float = 0.0  # > 0: so much of a batch trains the mode `denoise`
+    ahead_learns: bool = False  # the copy of the next block also follows its own gradient
+    denoise_share: float = 0.0  # share of a batch that trains the mode `denoise`
     replica_power: float = 0.0  # R replicas of a block train at R ** this times the learning rate
 
     def __post_init__(self) -> None:
@@ -152,7 +152,7 @@ class Training:
         return self.learning_rate * warm * (floor + (1.0 - floor) * phase)
 
     def rate_factor(self, replicas: float) -> float:
-        """How much faster than alone the replicas of a block learn; see `replica_power`.
+        """The factor on the learning rate with several replicas of a block; see `replica_power`.
 
         The mean of several noisy steps is shorter than each of them, and less noisy.
         """
@@ -160,7 +160,7 @@ class Training:
 
     @property
     def denoise_rows(self) -> int:
-        """Rows of a batch that train joint denoising; at least one is left to predict bytes."""
+        """Rows of a batch that train joint denoising; at least one is left for the objective."""
         return min(math.ceil(max(0.0, self.denoise_share) * self.batch), self.batch - 1)
 
 
@@ -190,11 +190,11 @@ class Run:
 
     @property
     def denoises(self) -> bool:
-        """Whether its blocks learn to denoise all output positions at once."""
+        """Whether its blocks train joint denoising."""
         return self.training.denoise_rows > 0
 
     def joint_noise(self) -> Noise:
-        """The sigmas of joint denoising: no leak limits them, its z comes from noise alone."""
+        """The sigmas of joint denoising. Without a leak limit, since a sweep starts from noise."""
         return dataclasses.replace(self.noise, sigma_min=JOINT_SIGMA_MIN, sigma_max=JOINT_SIGMA_MAX)
 
     def to_dict(self) -> dict[str, Any]:
@@ -202,7 +202,7 @@ class Run:
 
     @classmethod
     def from_dict(cls, raw: dict[str, Any]) -> Run:
-        """The inverse of `to_dict`, for text that a stranger may have written."""
+        """The inverse of `to_dict`, for untrusted input. Raises UsageError."""
         return from_table(cls, raw, "run")
 
 

@@ -1,7 +1,7 @@
-"""A run file as text that explains itself, and the presets that `blockswarm init` offers.
+"""The commented text of a run file, and the presets of `blockswarm init`.
 
-Decides the words that explain a run file to its reader, and what each preset is. What a run file
-may say is decided in `runfile`. The imports inside functions keep NumPy out of `--help`.
+Reading and checking run files is `runfile`'s part. Imports inside functions keep NumPy out of
+`--help`.
 """
 
 from __future__ import annotations
@@ -128,7 +128,7 @@ min_replicas = {exchange.min_replicas}
 
 
 def emit(runfile: RunFile) -> bytes:
-    """A commented run file; `swarm.runfile.parse` gives the same run back."""
+    """A run as a commented run file, the inverse of `swarm.runfile.parse`."""
     from swarm.runfile import FORMAT
 
     tables = asdict(runfile.run)
@@ -143,7 +143,7 @@ def emit(runfile: RunFile) -> bytes:
 
 
 def _toml(value: Any) -> str:
-    """A value in TOML. The strings of a run file need no escapes: they are checked to be plain."""
+    """A value in TOML. A run file's strings need no escapes, since their characters are checked."""
     if isinstance(value, bool):
         return "true" if value else "false"
     return f'"{value}"' if isinstance(value, str) else repr(value)
@@ -151,7 +151,7 @@ def _toml(value: Any) -> str:
 
 @dataclass(frozen=True)
 class Wishes:
-    """What an operator says of a run beyond its preset; None: as the preset has it."""
+    """An operator's options for a run beyond its preset; None: as in the preset."""
 
     hours: float | None = None
     steps_per_s: float | None = None  # of the hosts
@@ -162,7 +162,7 @@ AS_PRESET = Wishes()
 
 
 def preset(name: str, run_name: str, seed: int = 0, wishes: Wishes = AS_PRESET) -> RunFile:
-    """The run that `init --preset` writes: its rounds and densities are planned (`swarm.plan`)."""
+    """The run that `init --preset` writes, with rounds and densities from `swarm.plan`."""
     from swarm.plan import ENDS_DENSITY, plan
     from swarm.run import ModelShape, Run, Training
     from swarm.runfile import DataName, DataRules, ExchangeRules, RoundSchedule, RunFile
@@ -198,7 +198,7 @@ def _topk(density: float) -> str:
 
 
 def _within_budget(file: RunFile, gb_per_day: float) -> RunFile:
-    """The same run with updates as dense as the budget allows, or as they were."""
+    """The same run with updates less dense, if the budget demands it."""
     from swarm.cost import expected_gb_per_day
     from swarm.plan import LEAST_DENSITY, REPLICAS
 

@@ -1,10 +1,8 @@
-"""The run file: all that a swarm must agree on, as one short TOML text.
+"""The run file: everything that a swarm must agree on, as a short TOML text from any peer.
 
-Decides which run files are accepted and how large a run may be. Knows nothing of disks, peers or
-clocks; the text comes as bytes, perhaps from a stranger. What a run costs a host is `swarm.cost`'s.
-A run is named by the hash of these bytes (`run_id`), so they travel exactly as they were written
-and nothing here writes them again; `with_start` makes the one change that gives a run its
-beginning, and so its name.
+Parses and checks it, and bounds the size of a run. Costs of a run are `swarm.cost`'s part. A run is
+named by the hash of the file's bytes (`run_id`), so they are passed on as they were written; only
+`with_start` changes them, when a run begins.
 
 Every field must be there. If a missing one took a default, two versions of this program with
 different defaults would train different runs under one name.
@@ -37,21 +35,21 @@ MAX_LINE_BYTES = 160
 MAX_QUOTED = 300  # characters of a stranger's text in an error
 MAX_PARAMETERS = 2**35  # of the whole model: 137 GB of fp32, which a host of the last block reads
 MAX_WORKER_BYTES = 2**40  # a run that needs more memory than this is a mistake or an attack
-# Newcomers start from a snapshot that a log reply reaches back to, and replicas keep the last two:
-# the older one is up to twice as many rounds back as there are from one snapshot to the next.
+# Newcomers start from a snapshot within one log reply. Replicas keep the last two snapshots, and
+# the older one is up to twice `snapshot_every` rounds back.
 MAX_SNAPSHOT_EVERY = LOG_ENTRIES_PER_REPLY // 2
 MAX_ENDS_DENSITY = 16.0  # all weights in the first and the last 16 exchanges
 
 DataName = Literal["python", "wikitext-2", "wikitext-103", "own"]
 
-_NAME = re.compile(r"[A-Za-z0-9][A-Za-z0-9 ._-]{0,47}")  # strangers' terminals show it
+_NAME = re.compile(r"[A-Za-z0-9][A-Za-z0-9 ._-]{0,47}")  # shown on other users' terminals
 _CODEC = re.compile(r"[a-z0-9.:+-]{1,48}")
 _START = re.compile(rb"^([ \t]*start_s[ \t]*=[ \t]*)0(?=[ \t]*(?:#.*)?\r?$)", re.MULTILINE)
 _HINT = "blockswarm init writes a complete run file to start from"
 
 
 class RunFileError(UsageError):
-    """A run file that is no run file, or describes a run that cannot work."""
+    """Not a valid run file, or a run that cannot work."""
 
 
 @dataclass(frozen=True)
@@ -71,7 +69,7 @@ class DataRules:
 
     @property
     def same_text(self) -> bool:
-        """Whether all hosts are known to have the same: others are refused before they start."""
+        """Whether all hosts have the same text, since others are refused at the start."""
         return bool(self.sha256)
 
 
@@ -105,7 +103,7 @@ class RoundSchedule:
             ) from error
 
     def rules(self) -> RoundRules:
-        """The same, as the exchange wants it."""
+        """The schedule as the round's machine needs it."""
         deadline = DeadlineRules(self.deadline_floor_s, self.deadline_ceiling_s)
         return RoundRules(
             float(self.start_s), self.period_s, deadline, self.vote_window_s, self.repair_window_s
@@ -138,7 +136,7 @@ class ExchangeRules:
 
 @dataclass(frozen=True)
 class RunFile:
-    """A run (swarm.run) and what a swarm needs besides: a name, data, a clock, an exchange.
+    """A run (swarm.run) with its name, data, clock and rules of exchange.
 
     `run.training.steps` is not in the file; it must be `rounds.count` times the steps of a round.
     """
@@ -168,7 +166,7 @@ class RunFile:
             )
 
     def _check_size(self) -> None:
-        """Bounds on what a stranger's run makes a host allocate and pull."""
+        """Bounds on what a run can make a host allocate and pull."""
         counts = block_parameters(self.run)
         _between("the number of parameters of a block", max(counts), 1, MAX_SIZE)
         _between("the number of parameters of the model", sum(counts), 1, MAX_PARAMETERS)
@@ -195,13 +193,13 @@ class RunFile:
         return max(counts) if block is None else counts[block]
 
     def max_update_bytes(self, block: int | None = None) -> int:
-        """No honest update is longer; a longer one is refused before it is pulled."""
+        """Upper bound of an honest update; a longer one is refused before it is pulled."""
         return self.codecs.densest.max_bytes(self.parameters(block))
 
 
 @dataclass(frozen=True)
 class _Tables:
-    """A run file as it is written."""
+    """The tables of a run file, as written."""
 
     format: int
     name: str
@@ -224,7 +222,7 @@ def run_id(text: bytes) -> bytes:
 
 
 def with_start(text: bytes, start_s: int) -> bytes:
-    """The file of a run that begins now: the same bytes but for the value of rounds.start_s."""
+    """The file with rounds.start_s filled in; all other bytes stay."""
     before = parse(text)
     if before.started:
         raise RunFileError(f"{before.name} has started already; another start is another run")
@@ -242,7 +240,7 @@ def with_start(text: bytes, start_s: int) -> bytes:
 
 @lru_cache(4)  # a host asks for what is in its file more than once
 def parse(text: bytes) -> RunFile:
-    """Read a run file that anybody may have written; a `RunFileError` names what is wrong."""
+    """Read a run file from an untrusted source. Raises `RunFileError`, which says what is wrong."""
     try:
         return _read(_tables(text))
     except UsageError as error:

@@ -1,7 +1,4 @@
-"""Dataclasses from tables (TOML, JSON) that a stranger may have written.
-
-msgspec reads them by their annotations; what it leaves open is here.
-"""
+"""Dataclasses from untrusted tables (TOML, JSON): msgspec, with unknown fields refused."""
 
 from __future__ import annotations
 
@@ -16,7 +13,7 @@ T = TypeVar("T")
 
 
 def from_table(kind: type[T], table: object, name: str) -> T:
-    """`table` as a `kind`. Raises `UsageError`, which names the field that is wrong."""
+    """`table` as a `kind`. Raises `UsageError`, which names the wrong field."""
     _refuse_unknown(kind, table, name)
     try:
         return msgspec.convert(table, kind)
@@ -25,7 +22,7 @@ def from_table(kind: type[T], table: object, name: str) -> T:
 
 
 def _refuse_unknown(kind: Any, table: object, name: str) -> None:
-    """Fields and words that are none: a misspelt option must not pass for one left out."""
+    """Refuse unknown fields and words, so that a misspelt option is not silently left out."""
     hints = get_type_hints(kind)
     known = {field.name: hints[field.name] for field in fields(kind)}
     for key, value in table.items() if isinstance(table, dict) else ():
@@ -39,6 +36,6 @@ def _refuse_unknown(kind: Any, table: object, name: str) -> None:
 
 
 def fault(error: msgspec.ValidationError, name: str) -> str:
-    """Which field is wrong, and why. `name` is what the table is called."""
+    """A message with the wrong field and the reason. `name` is that of the table."""
     why, _, path = str(error).replace("`", "").partition(" - at $")
     return f"{name}{path}: {why}"

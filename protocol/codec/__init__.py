@@ -4,14 +4,14 @@
     decoded = decode(data, expected_size)       # float32, sparse or dense
     indices, fixed = decode_fixed(data, size)   # the same in integers, for the aggregation
 
-Decoded values are integer multiples of one quantum (`fixed.py` says which and why), so that all
-replicas aggregate to the same bits. For int8, int4 and top-k the two forms are equal exactly:
-value = fixed * 2^-40. For fp32 and bf16 the floats are as sent and the integers are rounded.
+Decoded values are integer multiples of one quantum (see `fixed.py`), so that all replicas
+aggregate to the same bits. For int8, int4 and top-k the two forms are exactly equal: value =
+fixed * 2^-40. For fp32 and bf16 the floats are as sent and the integers are rounded.
 
-Every decoder takes hostile bytes: sizes are compared with `expected_size` before anything is
-allocated, and whatever no encoder writes is refused with a `CodecError`.
+Decoders accept untrusted bytes: sizes are compared with `expected_size` before anything is
+allocated, and bytes that no encoder writes are refused with a `CodecError`.
 
-Works on numpy arrays and CPU torch tensors, needs only numpy; knows nothing of models or peers.
+Works on numpy arrays and CPU torch tensors.
 """
 
 from __future__ import annotations
@@ -86,7 +86,7 @@ __all__ = [
 
 @dataclass(frozen=True)
 class Decoded:
-    """A vector as a receiver sees it. `indices` is None if all coordinates are there."""
+    """A decoded vector. `indices` is None if it has all coordinates."""
 
     size: int
     indices: Int32s | None
@@ -110,9 +110,9 @@ class Encoded:
 
 
 def encode(vector: Any, spec: CodecSpec | str = DEFAULT_CODEC) -> Encoded:
-    """Encode a flat vector (numpy or CPU torch, float32). Refuses NaN and Inf, clips to limits.
+    """Encode a flat float32 vector (numpy or CPU torch). Refuses NaN and Inf, clips to limits.
 
-    Or a `Source`, which is read in segments: top-k needs no more of it than what it keeps.
+    A `Source` is read in segments: top-k holds only the coordinates that it keeps.
     """
     if isinstance(spec, str):
         spec = CodecSpec.parse(spec)
@@ -131,12 +131,12 @@ def encode(vector: Any, spec: CodecSpec | str = DEFAULT_CODEC) -> Encoded:
 
 
 def read_header(data: bytes, expected_size: int) -> Header:
-    """Codec, block and size, checked; nothing else is read."""
+    """The checked header: codec, block and size. Nothing else is read."""
     return Reader(data, expected_size).header
 
 
 def decode(data: bytes, expected_size: int, max_kept: int | None = None) -> Decoded:
-    """Decode to float32. `max_kept` (see CodecSpec.max_kept) bounds what a top-k may hold."""
+    """Decode to float32. `max_kept` (see CodecSpec.max_kept) bounds a top-k's coordinates."""
     reader = Reader(data, expected_size)
     if reader.header.codec == CodecId.TOPK:
         sparse = topk.decode_topk(reader, max_kept)
@@ -154,7 +154,7 @@ def decode_fixed(
 ) -> tuple[Int32s | None, Ints]:
     """Decode to (indices or None, int64 values in quanta of 2^-40, magnitude at most 2^52).
 
-    With `of_quanta`, a function of each single value, to what it makes of them.
+    `of_quanta`, an elementwise function, is applied to the values.
     """
     reader = Reader(data, expected_size)
     if reader.header.codec == CodecId.TOPK:
@@ -166,7 +166,7 @@ def decode_fixed(
 
 
 def _as_float32(vector: Any) -> Float32s:
-    """A flat, contiguous float32 view of a numpy array or a CPU torch tensor, or a source read."""
+    """A flat, contiguous float32 array of a numpy array, a CPU torch tensor or a `Source`."""
     if isinstance(vector, Source):
         vector = vector.read(0, np.empty(vector.size, dtype=np.float32))
     if hasattr(vector, "detach"):

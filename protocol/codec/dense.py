@@ -1,10 +1,8 @@
 """Dense codecs: fp32, bf16, and blockwise int8 and int4 with one scale per block.
 
-All passes work on segments that fit into a core's L2 cache: the memory bus is the limit, not the
-arithmetic. A block's value is q * scale with a scale of 12 significant bits and q of at most 8:
-the product has at most 20 bits, so a float32 holds it exactly and no CPU can round it otherwise.
-
-Knows nothing of which coordinates matter; `topk` does.
+All passes work on segments that fit into a core's L2 cache, since memory bandwidth is the limit,
+not arithmetic. A value is q * scale with q of at most 8 bits and a scale of 12 significant bits: a
+float32 holds the product exactly, so it is the same on every CPU.
 """
 
 from __future__ import annotations
@@ -31,7 +29,7 @@ from protocol.codec.spec import CodecId, CodecSpec
 
 SCALE_MANTISSA_BITS = 11
 SCALE_BITS = 16
-SCALE_SHIFT = 3  # scales count 8 quanta: then 128 * the largest scale is still within the limit
+SCALE_SHIFT = 3  # scales are in units of 8 quanta: 128 * the largest scale is within the limit
 SEGMENT = 1 << 18  # coordinates; a multiple of every block size
 _LARGEST_Q = {CodecId.INT8: 127, CodecId.INT4: 7}
 
@@ -46,7 +44,7 @@ def encode_floats(vector: Float32s, spec: CodecSpec) -> bytes:
         words = _round_to_bf16(vector)
     flags = FLAG_PLANES if spec.zstd else 0
     writer = Writer(spec.codec, 1, vector.size, zstd=spec.zstd, flags=flags)
-    if spec.zstd:  # exponents compress only beside other exponents
+    if spec.zstd:  # one section per byte: exponents compress only beside other exponents
         planes = words.view(np.uint8).reshape(vector.size, words.itemsize)
         for plane in range(words.itemsize):
             writer.section(np.ascontiguousarray(planes[:, plane]))
@@ -76,7 +74,7 @@ def decode_floats(reader: Reader) -> Float32s:
 
 
 def _round_to_bf16(vector: Float32s) -> NDArray[np.uint16]:
-    """The upper half of each float after adding just under half of its last place (ties even)."""
+    """Round to the upper 16 bits of each float, ties to even."""
     out = np.empty(vector.size, dtype="<u2")
     for start in range(0, vector.size, SEGMENT):
         bits = vector[start : start + SEGMENT].view(np.uint32)
@@ -109,7 +107,7 @@ def encode_blocks(vector: Float32s, spec: CodecSpec) -> bytes:
 
 
 def _block_scales(rows: Float32s, buffer: Float32s, largest_q: int) -> Int64s:
-    """The smallest scale code of each block under which its largest magnitude needs no clipping."""
+    """The smallest scale code of each block with which its largest magnitude is not clipped."""
     np.abs(rows, out=buffer)
     absmax = buffer.max(axis=1).astype(np.float64)
     if not absmax.max() < np.inf:
@@ -174,7 +172,7 @@ def _multiply_blocks(
 
 
 def _pack_nibbles(q: NDArray[np.int8]) -> Bytes:
-    """q + 8 in four bits, the first of two in the low half; a missing second is 0."""
+    """q + 8 in four bits, two per byte, the first in the low half; a missing second is 0."""
     size_bytes = (q.size + 1) // 2
     pairs = np.zeros(2 * size_bytes, dtype=np.uint8)
     np.add(q, 8, out=pairs[: q.size], casting="unsafe")

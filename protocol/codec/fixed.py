@@ -1,4 +1,4 @@
-"""The fixed-point numbers that all codecs decode to, and the small floats that carry scales.
+"""The fixed-point numbers that all codecs decode to, and the small floats for scales.
 
 Replicas must aggregate decoded updates to the same bits on any CPU. Float sums depend on order
 and on fused operations; integer sums do not. So every decoded value is an integer multiple of one
@@ -8,8 +8,6 @@ Why 2^-40: an update of 1e-6 per coordinate, quantised to 8 bits, still has a sc
 quanta, so the grid adds nothing to the codec's own error; the limit of 2^52 quanta is a magnitude
 of 4096, far above any weight; 2^52 is exact in a float64; and 2^11 vectors at the limit can be
 added in an int64 with no overflow.
-
-Knows nothing of payloads, codecs or updates.
 """
 
 from __future__ import annotations
@@ -59,7 +57,7 @@ def from_fixed(fixed: Ints) -> Float32s:
 
 
 def check_finite(values: NDArray[Any]) -> None:
-    """Refuse NaN and Inf. min and max carry a NaN through, so two cheap passes see all."""
+    """Refuse NaN and Inf. min and max propagate NaN, so two cheap passes are enough."""
     if values.size and not (values.min() > -np.inf and values.max() < np.inf):
         raise NonFiniteError("the vector contains NaN or Inf")
 
@@ -73,12 +71,12 @@ def check_in_range(values: NDArray[Any]) -> None:
 def scale_codes(
     quanta: NDArray[np.float64], mantissa_bits: int, code_bits: int, *, up: bool
 ) -> Int64s:
-    """Small unsigned floats for scales given in quanta; rounded up, or to the nearest.
+    """Scales, given in quanta, as small unsigned floats; rounded up, or to the nearest.
 
     code = (shift << mantissa_bits) + mantissa. Codes below 2^mantissa_bits are the integers
-    themselves; above, the mantissa keeps its leading one inside the sum, so that a mantissa that
-    rounds up to the next power of two carries into the exponent by itself. Saturates at the
-    largest code. `scale_values` is the inverse.
+    themselves; above, the mantissa is added with its leading one, so that one that rounds up to the
+    next power of two carries into the exponent. Saturates at the largest code. `scale_values` is
+    the inverse.
     """
     exponent = np.frexp(quanta)[1].astype(np.int64)
     shift = np.maximum(exponent - (mantissa_bits + 1), 0)
@@ -89,7 +87,7 @@ def scale_codes(
 
 
 def scale_values(codes: NDArray[Any], mantissa_bits: int) -> Int64s:
-    """Scales in quanta: an integer with mantissa_bits + 1 significant bits, times a power of 2."""
+    """Scales of codes, in quanta: integers of mantissa_bits + 1 bits, times a power of 2."""
     wide = codes.astype(np.int64)
     shift = np.maximum((wide >> mantissa_bits) - 1, 0)
     values: Int64s = (wide - (shift << mantissa_bits)) << shift

@@ -1,13 +1,10 @@
-"""Increasing indices as gaps, a byte for each: zstd fits its code to them, and a sum undoes them.
+"""Increasing indices coded as gaps of one byte each, for zstd; a cumulative sum decodes them.
 
-A gap's lowest bits are noise and are stored as they are: so many of each, `shift`, that what is
-above them mostly fits into a byte. At the density of an ordinary update (2 %) there are none, and
-the byte is the gap. Where a gap is longer, bytes of 255 go before its own, each of which says: 255
-further, and no coordinate here. zstd's Huffman stage then takes what the gaps really look like: for
-independent coordinates that is within 1 % of the entropy, and the updates of real models are
-clustered, which takes fewer bits than any code that is fitted to their density alone.
-
-Knows nothing of values.
+The lowest `shift` bits of each gap are noise and are stored raw; `shift` is chosen so that the rest
+mostly fits into a byte. At the density of an ordinary update (2 %) it is 0, and the byte is the
+gap. A longer gap has bytes of 255 before its own, each of which adds 255. zstd's Huffman stage then
+adapts to the actual gaps: for independent coordinates the result is within 1 % of the entropy, and
+the clustered updates of real models take fewer bits than any code fitted to the density alone.
 """
 
 from __future__ import annotations
@@ -23,21 +20,21 @@ from protocol.codec.sections import Bytes
 
 ESCAPE = 255
 MAX_SHIFT = 25  # of one coordinate in 2^31
-_TYPICAL_BITS = 6  # of what is above the low bits: an escape is rare, and a byte has room for more
+_TYPICAL_BITS = 6  # of a gap without its low bits: below 8, so that escapes are rare
 
 
 def gap_shift(size: int, count: int) -> int:
-    """How many low bits a gap has, where `count` of `size` coordinates are kept."""
+    """How many low bits of a gap are stored raw, where `count` of `size` coordinates are kept."""
     return max((size // max(count, 1)).bit_length() - _TYPICAL_BITS, 0)
 
 
 def most_gap_bytes(size: int, count: int, shift: int) -> int:
-    """How many bytes the gaps can have at most: all escapes together stay below `size`."""
+    """Upper bound of the gaps' bytes: all escapes together add up to less than `size`."""
     return count + size // (ESCAPE << shift)
 
 
 def pack_gaps(indices: Ints, shift: int) -> tuple[Bytes, Bytes]:
-    """(a byte per gap and their escapes, low bits)."""
+    """(a byte per gap with the escapes before it, low bits)."""
     gaps = np.empty(len(indices), dtype=np.uint32)
     gaps[:1] = indices[:1]
     np.subtract(indices[1:], indices[:-1], out=gaps[1:], casting="unsafe")
@@ -51,7 +48,7 @@ def pack_gaps(indices: Ints, shift: int) -> tuple[Bytes, Bytes]:
 
 
 def unpack_gaps(data: Bytes, low: Bytes, shift: int, count: int, size: int) -> Int32s:
-    """Indices, strictly increasing by construction, checked to be below `size`."""
+    """The indices: strictly increasing by construction, checked to be below `size`."""
     escaped = data == ESCAPE
     escapes = int(np.count_nonzero(escaped))
     if len(data) - escapes != count or (count and escaped[-1]) or (escapes and not count):
@@ -71,7 +68,7 @@ def unpack_gaps(data: Bytes, low: Bytes, shift: int, count: int, size: int) -> I
 
 
 def _pack_low(gaps: NDArray[np.uint32], shift: int) -> Bytes:
-    """The lowest bits of each, least significant first, zeros to a whole byte."""
+    """The lowest bits of each gap, least significant first, padded with zeros to a whole byte."""
     bits = np.empty((len(gaps), shift), dtype=np.uint8)
     for bit in range(shift):
         bits[:, bit] = gaps >> np.uint32(bit) & np.uint32(1)
@@ -79,7 +76,7 @@ def _pack_low(gaps: NDArray[np.uint32], shift: int) -> Bytes:
 
 
 def _unpack_low(low: Bytes, shift: int, count: int) -> NDArray[Any]:
-    """The inverse; refuses padding that is not zero."""
+    """The inverse of `_pack_low`; refuses padding that is not zero."""
     bits = np.unpackbits(low, bitorder="little")
     if bits[count * shift :].any():
         raise CorruptPayloadError("padding bits are not zero")

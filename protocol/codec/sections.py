@@ -3,8 +3,6 @@
 A payload is an 8-byte header and then sections whose raw sizes both sides can compute; a flag in
 the header says for each section whether it is a zstd frame. Nothing is allocated before the
 declared sizes have been compared with what the caller expects.
-
-Knows nothing of what the sections mean.
 """
 
 from __future__ import annotations
@@ -31,8 +29,8 @@ from protocol.codec.spec import MAX_BLOCK, MIN_BLOCK, CodecId
 CODEC_VERSION = 2
 MAX_SIZE = 2**31 - 1  # coordinates in one payload
 MAX_WINDOW_BYTES = 1 << 23  # of a zstd frame: what every decoder must offer (RFC 8878)
-# The sections hold no repeated strings: the entropy stage alone wins anything, and what little is
-# looked for beside it (runs) must be long, or short accidents make the result larger and slower.
+# The sections hold no repeated strings: only the entropy stage gains anything. Matches must be long
+# (runs), since short accidental ones make the result larger and slower.
 _ENTROPY_ONLY = zstandard.ZstdCompressionParameters(
     window_log=19,
     hash_log=6,
@@ -59,7 +57,7 @@ Bytes = NDArray[np.uint8]
 
 @dataclass(frozen=True)
 class Header:
-    """The first eight bytes."""
+    """The first eight bytes of a payload."""
 
     codec: CodecId
     flags: int
@@ -68,7 +66,7 @@ class Header:
 
 
 class Writer:
-    """Collects sections; sets a section's flag if its zstd frame is the smaller form."""
+    """Writes a payload; sets a section's flag if its zstd frame is smaller than the section."""
 
     def __init__(self, codec: CodecId, block: int, size: int, *, zstd: bool, flags: int = 0):
         if not 1 <= size <= MAX_SIZE:
@@ -81,11 +79,11 @@ class Writer:
         self._parts: list[Any] = []
 
     def fixed(self, data: bytes) -> None:
-        """Bytes that belong to no section."""
+        """Append bytes that belong to no section."""
         self._parts.append(data)
 
     def section(self, data: Bytes) -> None:
-        """The next section."""
+        """Append the next section."""
         raw = memoryview(data.data)
         if self._compressor is not None and len(raw):
             frame = self._compressor.compress(raw)
@@ -104,7 +102,7 @@ class Writer:
 
 
 class Reader:
-    """Reads a payload front to back. Every take is checked against what is there."""
+    """Reads a payload front to back. Each read is checked against the bytes that are left."""
 
     def __init__(self, data: bytes, expected_size: int) -> None:
         self._data = memoryview(data)
@@ -134,7 +132,7 @@ class Reader:
         return Header(codec, flags, block, size)
 
     def take(self, size_bytes: int) -> memoryview:
-        """The next bytes, not copied."""
+        """The next bytes, without a copy."""
         end = self._offset + size_bytes
         if end > len(self._data):
             raise TruncatedPayloadError(f"{len(self._data)} bytes, at least {end} declared")
@@ -157,7 +155,7 @@ class Reader:
 
 
 def _decompress(frame: memoryview, raw_size_bytes: int) -> bytes:
-    """One zstd frame that declares exactly the size that we expect, or nothing at all."""
+    """Decompress a zstd frame. Raises `CompressionError` unless it declares exactly this size."""
     try:
         declared = zstandard.get_frame_parameters(frame)
         if declared.content_size != raw_size_bytes:

@@ -1,13 +1,11 @@
-"""Which coordinates are the largest, per chunk or overall: exact, mostly at the speed of memory.
+"""Exact selection of the largest coordinates, per chunk or overall, mostly at memory speed.
 
-A full selection in each chunk costs several times what the rest of the encoder does. Instead a
-sample gives a threshold that a little more than k coordinates pass, and only those are sorted.
-Where the sample misled (too few passed), the exact threshold is computed.
+A full selection in each chunk costs several times as much as the rest of the encoder. Instead a
+sample gives a threshold that a little more than k coordinates pass, and only those are sorted. If
+too few pass, the exact threshold is computed.
 
-The vector is read once, in segments that stay in the cache: it may be one that is only made while
-it is read (`Source`), as the difference of two.
-
-Knows nothing of values' coding.
+The vector is read once, in segments that stay in the cache, so it may be computed while it is read
+(`Source`), for example as the difference of two.
 """
 
 from __future__ import annotations
@@ -24,27 +22,27 @@ from protocol.codec.fixed import Float32s, Int64s
 from protocol.codec.spec import kept_of
 
 _SEGMENT = 1 << 17  # coordinates per pass
-_TOGETHER = 1 << 18  # coordinates that may be among the largest, decided at once
-_SHORT_ROW = 1024  # of so few, sorting all takes half as long as finding the k-th
+_TOGETHER = 1 << 18  # candidates from which the largest are picked in one call
+_SHORT_ROW = 1024  # up to this length sorting takes half as long as finding the k-th
 _SAMPLE_STRIDE = 8
 _MIN_SAMPLE = 128
-_OVERALL_STRIDE = 61  # a prime: meets all columns of a weight matrix
+_OVERALL_STRIDE = 61  # a prime: samples all columns of a weight matrix
 
 
 @runtime_checkable
 class Source(Protocol):
-    """A vector that need not be in memory: it is read once, segment by segment."""
+    """A vector that need not be in memory, read once, segment by segment."""
 
     @property
     def size(self) -> int: ...
 
     def read(self, start: int, out: Float32s) -> Float32s:
-        """As many coordinates as `out` has, from `start` on: in `out`, or wherever they are."""
+        """`out.size` coordinates from `start` on: in `out`, or a view of existing memory."""
 
 
 @dataclass(frozen=True)
 class Whole:
-    """A vector that is in memory."""
+    """A vector in memory, as a `Source`."""
 
     vector: Float32s
 
@@ -59,9 +57,9 @@ class Whole:
 def largest_per_chunk(
     vector: Float32s | Source, chunk: int, density: float
 ) -> tuple[Int64s, Float32s]:
-    """Each chunk's largest magnitudes: increasing indices, and the values there.
+    """The coordinates of largest magnitude in each chunk: increasing indices, and their values.
 
-    Of equals the first. Never zeros.
+    The first of equal ones; never zeros.
     """
     source = Whole(vector) if isinstance(vector, np.ndarray) else vector
     whole = source.size // chunk * chunk
@@ -74,10 +72,10 @@ def largest_per_chunk(
 def _largest_in_chunks(
     source: Source, first: int, stop: int, chunk: int, keep: int
 ) -> list[tuple[Int64s, Float32s]]:
-    """Indices and values of the `keep` largest of each chunk between two places, in parts.
+    """Indices and values of the `keep` largest of each chunk in first..stop, as a list of parts.
 
-    What reaches its chunk's threshold is found segment by segment; which of it is kept is decided
-    for many segments at once: of so few the calls cost more than the work.
+    Candidates above their chunk's threshold are found segment by segment; the largest of them are
+    picked for many segments at once, since for few the calls cost more than the work.
     """
     step = max(_SEGMENT // chunk, 1) * chunk
     room, magnitudes = np.empty((2, min(step, stop - first)), dtype=np.float32)
@@ -99,9 +97,9 @@ def _largest_in_chunks(
 
 
 def largest_overall(vector: Float32s | Source, density: float) -> tuple[Int64s, Float32s]:
-    """The largest magnitudes of all: increasing indices, and the values there.
+    """The coordinates of largest magnitude overall: increasing indices, and their values.
 
-    Of equals the first. Never zeros.
+    The first of equal ones; never zeros.
     """
     if not isinstance(vector, np.ndarray):
         vector = vector.read(0, np.empty(vector.size, dtype=np.float32))
@@ -138,11 +136,11 @@ def _at_least(vector: Float32s, threshold: np.float32) -> tuple[Int64s, Float32s
 
 
 def _passed(magnitudes: Float32s, keep: int, reached: NDArray[np.bool_]) -> tuple[Int64s, Int64s]:
-    """Flat indices of at least the `keep` largest of each row, and how many there are in each row;
-    no zeros. `reached` is room to work in.
+    """Flat indices of candidates, at least the `keep` largest of each row, and their number in each
+    row; never zeros. `reached` is scratch memory.
 
-    Magnitudes are compared as the integers that their bits are: the order is the same, and what is
-    not a number is above all numbers, so that it is found among the largest.
+    Magnitudes are compared by their bits as integers: the order is the same, and NaN is above all
+    numbers, so that it is among the candidates and `_kept` refuses it.
     """
     bits = magnitudes.view(np.int32)
     thresholds, exact = _thresholds(magnitudes, keep)
@@ -158,7 +156,7 @@ def _passed(magnitudes: Float32s, keep: int, reached: NDArray[np.bool_]) -> tupl
 
 
 def _true_per_row(reached: NDArray[np.bool_]) -> tuple[Int64s, Int64s]:
-    """Flat indices of what is true, and how many there are in each row."""
+    """Flat indices of true elements, and their number in each row."""
     rows, width = reached.shape
     passed = true_at(reached.reshape(-1))
     ends = passed.searchsorted(np.arange(0, (rows + 1) * width, width))
@@ -166,22 +164,22 @@ def _true_per_row(reached: NDArray[np.bool_]) -> tuple[Int64s, Int64s]:
 
 
 def _kept(passed: Int64s, values: Float32s, counts: Int64s, keep: int) -> tuple[Int64s, Float32s]:
-    """Of what passed the `keep` largest of each row, of which `counts` passed."""
+    """The `keep` largest candidates of each row; `counts` is the number of candidates per row."""
     found = np.abs(values)
     if len(found) and not found.max() < np.inf:
         raise NonFiniteError("the vector contains NaN or Inf")
     chosen = found >= np.repeat(_kth_of_ragged(found, counts, keep), counts)
-    if np.count_nonzero(chosen) > np.minimum(counts, keep).sum():  # equals: the first of them
+    if np.count_nonzero(chosen) > np.minimum(counts, keep).sum():  # of equal ones keep the first
         chosen = _ranked(found, np.repeat(np.arange(len(counts)), counts), counts, keep)
     at = np.flatnonzero(chosen)
     return passed[at], values[at]
 
 
 def true_at(mask: NDArray[np.bool_]) -> Int64s:
-    """`np.flatnonzero` of a mask of which a few per cent are true, in two thirds of its time.
+    """`np.flatnonzero` for a mask with a few per cent true, in two thirds of its time.
 
-    It jumps from one to the next, and a CPU guesses wrong where that is. Here whole words are
-    looked at first: of those so many are true that numpy does it without a jump.
+    numpy branches on each element, and the CPU mispredicts where the true ones are. Words of 8
+    elements are tested first: so many of them are true that numpy takes its branch-free path.
     """
     if mask.size % 8 or 16 * np.count_nonzero(mask) > mask.size:
         return np.flatnonzero(mask)
@@ -196,8 +194,8 @@ def true_at(mask: NDArray[np.bool_]) -> Int64s:
 
 
 def _kth_of_ragged(values: Float32s, counts: Int64s, k: int) -> NDArray[np.float32]:
-    """The k-th largest of each row, where row i has its `counts[i]` values in `values`; 0 if those
-    are fewer."""
+    """The k-th largest of each row, or 0 if a row has fewer; row i has the next `counts[i]` of
+    `values`."""
     widest = max(int(counts.max()), k)
     table = np.zeros((len(counts), widest), dtype=np.float32)
     before = np.arange(len(counts)) * widest - (np.cumsum(counts) - counts)
@@ -206,10 +204,10 @@ def _kth_of_ragged(values: Float32s, counts: Int64s, k: int) -> NDArray[np.float
 
 
 def _ranked(found: Float32s, row_of: Int64s, counts: Int64s, keep: int) -> NDArray[np.bool_]:
-    """Which are the `keep` largest of each row of candidates; of equals the first.
+    """Mask of the `keep` largest candidates of each row; the first of equal ones.
 
-    The bits of a float that is not negative are ordered as the float: one stable sort by (row,
-    magnitude downwards) ranks all rows at once.
+    The bits of non-negative floats have the order of the floats: one stable sort by (row,
+    descending magnitude) ranks all rows at once.
     """
     bits = found.view(np.int32).astype(np.int64)
     order = np.argsort((row_of << 31) | (0x7FFFFFFF - bits), kind="stable")
@@ -220,7 +218,7 @@ def _ranked(found: Float32s, row_of: Int64s, counts: Int64s, keep: int) -> NDArr
 
 
 def _thresholds(magnitudes: Float32s, keep: int) -> tuple[NDArray[np.float32], bool]:
-    """Per row a magnitude that at least `keep` coordinates should reach, and whether it is sure."""
+    """A magnitude per row that at least `keep` coordinates should reach, and if it is exact."""
     sample_size = magnitudes.shape[1] // _SAMPLE_STRIDE
     rank = _sample_rank(keep, _SAMPLE_STRIDE)
     if sample_size < _MIN_SAMPLE or rank >= sample_size:
@@ -229,7 +227,8 @@ def _thresholds(magnitudes: Float32s, keep: int) -> tuple[NDArray[np.float32], b
 
 
 def _sample_rank(keep: int, stride: int) -> int:
-    """The rank in the sample that is below the true threshold in all but a few of 1000 cases."""
+    """The rank in the sample whose value is below the true threshold in all but a few of 1000
+    cases."""
     expected = keep / stride
     return int(expected + 3.0 * sqrt(expected)) + 1
 

@@ -1,4 +1,4 @@
-"""Which codec, in a few characters: the text form that the run file uses.
+"""The text form of a codec and its parameters, as in the run file.
 
     fp32, bf16                 plain floats
     int8, int8:128             blockwise, 256 coordinates per scale unless given
@@ -8,11 +8,9 @@
     topk:0.02:2:overall        the largest 2 % of the whole vector (scales still per 4096)
     int8+zstd                  a dense codec, then zstd on each section that it makes smaller
 
-Top-k always tries zstd: its sections are small. Dense codecs try it only if asked to: it costs
-as much time as the codec itself, and wins 1.07 to 1.24 (int8), 1.14 to 1.38 (int4), 1.18 (fp32)
-or 1.45 (bf16) times.
-
-Knows nothing of payloads.
+Top-k always tries zstd, since its sections are small. Dense codecs try it only if asked to: it
+costs as much time as the codec itself, and makes payloads 1.07 to 1.24 (int8), 1.14 to 1.38
+(int4), 1.18 (fp32) or 1.45 (bf16) times smaller.
 """
 
 from __future__ import annotations
@@ -38,7 +36,7 @@ def kept_of(size: int, density: float) -> int:
 
 
 class CodecId(IntEnum):
-    """The second byte of every payload."""
+    """The codec's number: the second byte of every payload."""
 
     FP32 = 1
     BF16 = 2
@@ -49,7 +47,7 @@ class CodecId(IntEnum):
 
 @dataclass(frozen=True)
 class CodecSpec:
-    """What an encoder needs to know. A decoder needs none of it: payloads describe themselves."""
+    """A codec and its parameters, for the encoder. Decoders read them from the payload."""
 
     codec: CodecId
     block: int = 1  # coordinates per scale (int8, int4) or per chunk (topk); a power of two
@@ -96,7 +94,7 @@ class CodecSpec:
         raise CodecSpecError(f"unknown codec {text!r}", _HINT)
 
     def max_kept(self, size: int) -> int:
-        """How many coordinates an honest payload holds at most."""
+        """Upper bound of the coordinates in an honest payload."""
         if self.codec != CodecId.TOPK:
             return size
         if self.overall:
@@ -105,7 +103,7 @@ class CodecSpec:
         return whole * kept_of(self.block, self.density) + (tail and kept_of(tail, self.density))
 
     def max_bytes(self, size: int) -> int:
-        """An upper bound of an honest payload's length, to refuse longer ones before pulling."""
+        """Upper bound of an honest payload's length, to refuse longer ones before pulling."""
         blocks = -(-size // self.block)
         if self.codec == CodecId.TOPK:
             kept = self.max_kept(size)

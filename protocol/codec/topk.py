@@ -1,11 +1,9 @@
 """Chunked top-k: the largest coordinates of each chunk, few bits per value, packed indices.
 
 A kept coordinate is sent as sign * level * scale: one scale per chunk (8 bits), and a table of
-2^(bits-1) levels per payload that the encoder fits to the magnitudes (Lloyd's iteration), because
-what is left after a threshold is one-sided and far from uniform. Nothing in the format says how
-many coordinates of a chunk are kept, so an encoder is free to spend them where it likes.
-
-Knows nothing of error feedback: what was dropped is the sender's business.
+2^(bits-1) levels per payload, fitted to the magnitudes by Lloyd's iteration, because the magnitudes
+above a threshold are far from uniform. The format does not fix how many coordinates of a chunk are
+kept, so an encoder may distribute them freely.
 """
 
 from __future__ import annotations
@@ -41,27 +39,27 @@ _LEVEL_LIMIT = 65535
 _FIT_SAMPLES = 16384
 _FIT_ITERATIONS = 30
 
-# Bits that a level's number takes on the wire: a power of two, so that none straddles two bytes
-# and zstd sees whole symbols.
+# Bits of a level's number on the wire, by value bits: a power of two, so that none straddles two
+# bytes and zstd sees whole symbols.
 _CHOICE_BITS = {1: 0, 2: 1, 4: 4, 8: 8}
 _SUBHEADER = struct.Struct("<BBBII")
 
 
 @dataclass(frozen=True)
 class Coded:
-    """Values as they are sent: of few different ones, so most of the arithmetic is done on those.
+    """Values as they are sent: sign * level * the chunk's scale.
 
-    A value is sign * level * the scale of its chunk.
+    There are few distinct values, so most of the arithmetic is done once per distinct value.
     """
 
     levels: Int64s
     scales: Int64s
-    per_chunk: Int64s  # how many of them each chunk has
+    per_chunk: Int64s  # number of values in each chunk
     choice: Bytes
     negative: NDArray[np.bool_]
 
     def values(self, of_quanta: Callable[[Int64s], Ints] = lambda quanta: quanta) -> Ints:
-        """The values in quanta, or what a function of each single one of them makes of them."""
+        """The values in quanta, with the elementwise function `of_quanta` applied."""
         count, negative = len(self.levels), self.negative.view(np.uint8)
         if 2 * count * len(self.scales) > len(self.choice):
             fixed = self.levels[self.choice] * np.repeat(self.scales, self.per_chunk)
@@ -87,7 +85,7 @@ class Sparse:
 
 
 def encode_topk(vector: Float32s | Source, spec: CodecSpec) -> tuple[bytes, Sparse]:
-    """The payload, and exactly what a decoder will get from it."""
+    """The payload, and exactly what a decoder gets from it."""
     if spec.overall:
         places, values = largest_overall(vector, spec.density)
     else:
@@ -99,7 +97,7 @@ def encode_topk(vector: Float32s | Source, spec: CodecSpec) -> tuple[bytes, Spar
     shift, codes = _chunk_scales(magnitudes, per_chunk, spec.value_bits)
     scales = scale_values(codes, SCALE_MANTISSA_BITS) << shift
     if not scales.all():
-        kept = np.flatnonzero(np.repeat(scales, per_chunk))  # below the grid: nothing to send
+        kept = np.flatnonzero(np.repeat(scales, per_chunk))  # without chunks of scale 0
         indices, values, magnitudes = indices[kept], values[kept], magnitudes[kept]
         per_chunk = np.where(scales > 0, per_chunk, 0)
     magnitudes /= np.repeat(scales, per_chunk)
@@ -122,10 +120,10 @@ def encode_topk(vector: Float32s | Source, spec: CodecSpec) -> tuple[bytes, Spar
 
 
 def decode_topk(reader: Reader, max_kept: int | None = None) -> Sparse:
-    """Refuses everything that no encoder writes.
+    """Decode a payload; refuses everything that no encoder writes.
 
-    zstd can make a payload small that keeps every coordinate, so memory is bounded by the number
-    of coordinates, not by the payload: about 60 bytes per kept one. `max_kept` bounds it further.
+    With zstd a small payload can keep every coordinate, so memory is bounded by the number of
+    coordinates, not by the payload: about 60 bytes per kept one. `max_kept` bounds it further.
     """
     size, chunk = reader.header.size, reader.header.block
     value_bits, shift, gap_bits, count, gaps = _SUBHEADER.unpack(reader.take(_SUBHEADER.size))
@@ -157,7 +155,7 @@ def decode_topk(reader: Reader, max_kept: int | None = None) -> Sparse:
 
 
 def _per_chunk(indices: Int32s, chunk: int, size: int) -> Int64s:
-    """How many indices lie in each chunk."""
+    """Number of indices in each chunk."""
     chunks = -(-size // chunk)
     bounds = np.minimum(np.arange(1, chunks + 1) * chunk, size).astype(np.int32)
     return np.diff(np.searchsorted(indices, bounds), prepend=0)
@@ -166,7 +164,7 @@ def _per_chunk(indices: Int32s, chunk: int, size: int) -> Int64s:
 def _chunk_scales(
     magnitudes: NDArray[np.float64], per_chunk: Int64s, value_bits: int
 ) -> tuple[int, Int64s]:
-    """A common shift, and a scale code per chunk: of the mean, or of the maximum for 8 bits."""
+    """A common shift, and a scale code per chunk, from the mean magnitude (8 bits: the maximum)."""
     units, some = np.zeros(len(per_chunk)), per_chunk > 0
     starts = (np.cumsum(per_chunk) - per_chunk)[some]
     if value_bits == 8:
@@ -204,13 +202,13 @@ def _fit_levels(ratios: NDArray[np.float64], value_bits: int) -> Int64s:
         means = (upto[1:] - upto[:-1]) / np.maximum(counts, 1)
         moved = np.where(counts > 0, means, centres)
         if (moved == centres).all():
-            break  # for good: the next iteration would do the same
+            break  # converged
         centres = moved
     return np.sort(np.clip(np.rint(centres), 1, _LEVEL_LIMIT).astype(np.int64))
 
 
 def _nearest(levels: Int64s, ratios: NDArray[np.float64]) -> Bytes:
-    """The number of the level that is nearest to each; of two the lower one."""
+    """The index of the nearest level of each; in a tie the lower one."""
     edges = (levels[1:] + levels[:-1]) / 2
     if len(edges) == 1:
         upper: Bytes = (ratios > edges[0]).view(np.uint8)
@@ -223,7 +221,7 @@ def _bytes_for(bits: int) -> int:
 
 
 def _pack_choices(choices: Bytes, width: int) -> Bytes:
-    """The low `width` bits of each, least significant first, zeros to a whole byte."""
+    """The low `width` bits of each, least significant first, padded with zeros to a whole byte."""
     if width == 8:
         return choices
     if width == 1:
@@ -233,7 +231,7 @@ def _pack_choices(choices: Bytes, width: int) -> Bytes:
 
 
 def _unpack_choices(data: Bytes, count: int, width: int) -> Bytes:
-    """The inverse; refuses padding that is not zero."""
+    """The inverse of `_pack_choices`; refuses padding that is not zero."""
     if width == 0:
         return np.zeros(count, dtype=np.uint8)
     if width == 8:

@@ -1,34 +1,35 @@
-"""How the agreed updates of a round become one step of the consensus, the same bits everywhere.
+"""The agreed updates of a round as one step of the consensus: clip, robust rule, mean.
 
-Decides the clip, the robust rule and the mean. The integers are `swarm.consensus.fixed_point`'s.
-Knows nothing of peers, votes, deadlines or codecs.
+In integer arithmetic (`swarm.consensus.fixed_point`'s), so every replica gets the same bits.
 
-With sparse top-k updates a coordinate-wise median is nearly all zero: most coordinates come from
-one sender. So updates are judged whole:
-- norms are clipped to 1.25 times the reference (median of this round or of the last ones; honest
-  norms differ by 1.1), and one of 4 times the reference, or the last round, is left out. Who sends
-  alone is no reference for itself: it is clipped to what a sender may be by the log, 2.5 times;
-- an update of less than 1/16 of the last rounds' norm says nothing, unless most are as small: it is
-  left out and measures nobody. Otherwise half of the senders, with empty updates that cost no work,
-  would be the median: they would clip the others to nothing, and have all votes once nobody else
-  was included;
-- each update gets a score, its exact cosine to the trend (the sum of the last steps) plus the sum
-  of the other updates. One round's sparse updates overlap too little to tell a sign flip; the trend
-  does. Left out is who clearly opposes, now, what the others clearly agree on, or who, on the
-  average of its last rounds (scores stand in the log), does not take part in it.
-What was left out or clipped away is not lost: its sender knows the same numbers and keeps it (see
+With sparse top-k updates a coordinate-wise median is nearly all zero, since most coordinates come
+from one sender. So updates are judged as a whole:
+- Norms are clipped to 1.25 times the reference: the median of this round or of the last ones
+  (honest norms differ by 1.1). An update above 4 times both the reference and the last round's norm
+  is left out. A single update is no reference for itself: it is clipped to 2.5 times the norms in
+  the log.
+- A *silent* update, below 1/16 of the last rounds' norm, is left out and not part of the median,
+  unless most are as small. Otherwise half of the senders could set the median with empty updates,
+  which cost no work: they would clip the others to nothing, and have all votes as soon as nobody
+  else was included.
+- Each update gets a score: its exact cosine to the trend (the sum of the last steps) plus the sum
+  of the other updates. The sparse updates of one round overlap too little to show a sign flip; the
+  trend shows it. An update is left out if it clearly opposes, in this round, what the others
+  clearly agree on, or if its sender's average score over the last rounds (from the log) is far
+  below the others'.
+What is left out or clipped away is not lost: its sender computes the same numbers and keeps it (see
 swarm/consensus/feedback.py).
 
-Disagreement alone is no evidence. Once the replicas have converged, each pulls toward its own text
-and their updates cancel: all scores are below zero, some always more than the rest, and who is left
-out once falls behind and disagrees even more. So nobody is judged unless the others agree on a
-direction; a liar who drags the consensus from where they want it gives them one. How sure is sure
-is measured: in one round by the number of coordinates, over rounds by how much the others' scores
-vary. Rules that were tried on simulated swarms of 4, means of 20
-seeds: honest updates left out in 100 rounds, with little and with much noise in their training, and
-sign flips of one of the four that went in in 30 rounds, where the last few have converged:
+Disagreement alone is no evidence. Once replicas have converged, each pulls toward its own text and
+their updates cancel: all scores are below zero, some always lower than the rest, and a sender that
+is left out once falls behind and disagrees even more. So no update is judged unless the others
+agree on a direction; an attacker that drags the consensus away gives them one. Significance is
+measured: in one round by the number of coordinates, over rounds by the variance of the others'
+scores. Rules tried on simulated swarms of 4, means of 20 seeds: honest updates left out in 100
+rounds, with little and with much noise in their training, and sign flips by one of the four that
+were included in 30 rounds, the last few of them converged:
 
-    left out is who is                                        honest out       flips in
+    left out if                                               honest out       flips in
     below -0.05 now or -0.01 on average, and further below
       the others' median than they are apart                  51.5    57.8     0.1
     on average below a quarter of the others' median, if
@@ -38,15 +39,15 @@ sign flips of one of the four that went in in 30 rounds, where the last few have
     the same, a gap of 5 of their deviations                  0       0.2      3.6
 
 That holds where all hosts are known to have the same text (`same_text`). A host with another text
-ends where its pull balances that of the others, so its score falls below zero however honest it is:
-of four real ones, three with prose and one with code, that one was left out in 88 of 150 rounds. So
-where texts may differ, only who on the average *opposes* a quarter of what the others agree on is
-left out, beside who clearly opposes them now. There noise goes in with 1/n of the weight.
+ends where its pull balances the others', so its score falls below zero however honest it is: of
+four real hosts, three with prose and one with code, the latter was left out in 88 of 150 rounds. So
+where texts may differ, the rule over rounds only leaves out senders whose average *opposes* a
+quarter of what the others agree on. There noise is included with 1/n of the weight.
 
 `tests/swarm/consensus/test_aggregate.py` holds the rule against a clip alone, mean and median.
 
-Known limits: where nothing is agreed on, noise and flips of an ordinary norm go in with 1/n of the
-weight; so does an old update of one's own under a new name while it still helps; a colluding
+Known limits: where nothing is agreed on, noise and sign flips of ordinary norm are included with
+1/n of the weight; so is a sender's old update under a new digest while it still helps; a colluding
 majority wins. Only the canary (swarm/consensus/trust.py) sees those. Two updates cannot outvote
 each other, so the rule starts at three.
 """
@@ -69,44 +70,44 @@ from swarm.consensus.sums import mean_step, sparse_against, summed_against
 from swarm.consensus.trend import Trend
 
 CLIP_X16 = 20  # the clip stands at 1.25 times the reference norm; honest norms differ by 1.1
-REFUSE_X16 = 64  # at 4 times the reference it is no accident: left out
-SEND_X16 = 40  # an honest sender stays below 2.5 times the recent norms: not refused for length
+REFUSE_X16 = 64  # above 4 times the reference an update is left out
+SEND_X16 = 40  # an honest sender shrinks its update to 2.5 times the recent norms
 # Scores are cosines in 1/1024.
-AGREED_X1024 = 10  # below 0.01 the others agree on nothing that could be opposed
-NOW_DEVIATIONS_SQUARED = 3**2  # of a cosine of random signs, 1 / sqrt(coordinates): seldom as large
-MEAN_DEVIATIONS_SQUARED = 5**2  # of the others' scores about their averages; rounds are not quite
-# independent, since their trends overlap
-SILENT_X16 = 1  # below 1/16 of the recent norms an update says nothing
-PAIR_TIMES = 16 // SILENT_X16  # of two, a shorter update than that says nothing
-MIN_PAST = 3  # an average speaks only with so many rounds behind it
+AGREED_X1024 = 10  # below a median score of 0.01 the others agree on no direction
+# In standard deviations: of a cosine of random signs (1 / sqrt(coordinates)), and of the others'
+# scores, where rounds are not independent since their trends overlap.
+NOW_DEVIATIONS_SQUARED = 3**2
+MEAN_DEVIATIONS_SQUARED = 5**2
+SILENT_X16 = 1  # below 1/16 of the recent norms an update is silent
+PAIR_TIMES = 16 // SILENT_X16  # of two updates, the log's norm is at most this times the shorter's
+MIN_PAST = 3  # an average is used only over more rounds than this
 
 Trending = Trend | FixedUpdate | None
 
 
 def lower_median(values: Sequence[int]) -> int:
-    """The middle value; of two the lower, so that half of the senders cannot raise it."""
+    """The median; of two middle values the lower, so that half of the senders cannot raise it."""
     return sorted(values)[(len(values) - 1) // 2]
 
 
 def upper_median(values: Sequence[int]) -> int:
-    """The middle value; of two the upper, so that half of the senders cannot lower it."""
+    """The median; of two middle values the upper, so that half of the senders cannot lower it."""
     return sorted(values)[len(values) // 2]
 
 
 def clip_scale(update_norm: int, limit: int) -> int:
-    """The factor, in 1/65536, that brings a norm down to the limit; SCALE_ONE if it is within."""
+    """The factor, in 1/65536, that clips a norm to the limit; SCALE_ONE if it is within."""
     return SCALE_ONE if update_norm <= limit else (limit * SCALE_ONE) // update_norm
 
 
 def norm_limit(recent_norms: Sequence[int]) -> int | None:
-    """What a sender shrinks its own update to, so that the others do not refuse it for its length.
+    """The norm to which a sender shrinks its own update, so that it is not refused for its length.
 
-    `recent_norms`, oldest first, are those of the log; None while it has no past. What does not fit
-    is unsent and follows in the next rounds. The last round counts as well as the median, and far
-    more than the clip is allowed: in a run's first rounds all norms grow two- and threefold, with
-    the warm-up and with what top-k left over. Senders that kept to 1.25 times the last round held
-    their consensus back for 16 rounds, which cost 4 honest replicas 0.046 nats after 60; the
-    receivers' clip measures against the others of the same round and needs no such help.
+    `recent_norms`, oldest first, are those of the log; None if there are none. The rest stays
+    unsent and follows in the next rounds. The limit counts the last round as well as the median,
+    and is far wider than the clip: in a run's first rounds all norms grow two- and threefold, with
+    the warm-up and with what top-k left over. Senders limited to 1.25 times the last round held
+    their consensus back for 16 rounds, which cost 4 honest replicas 0.046 nats after 60.
     """
     reference = _recent(recent_norms)
     return reference * SEND_X16 // 16 if reference else None
@@ -117,7 +118,7 @@ def _recent(norms: Sequence[int]) -> int:
 
 
 def _reference(norms: Sequence[int], recent_norms: Sequence[int]) -> int:
-    """The norm that a round's updates are measured against."""
+    """The reference norm of a round's updates."""
     median = lower_median(norms)
     allowed = norm_limit(recent_norms)
     if len(norms) == 1 and allowed is not None:
@@ -128,9 +129,9 @@ def _reference(norms: Sequence[int], recent_norms: Sequence[int]) -> int:
 
 
 def _silent(norms: Sequence[int], recent_norms: Sequence[int]) -> set[int]:
-    """The updates that say nothing. If most are far smaller than those of the last rounds, then it
-    is training that has changed, and who sends as much as before must not decide alone: only empty
-    ones say nothing."""
+    """The silent updates. If most are far smaller than those of the last rounds, training itself
+    has changed, and a sender of large updates must not decide alone: then only empty ones count as
+    silent."""
     floor = lower_median(recent_norms) * SILENT_X16 // 16 if recent_norms else 0
     small = {i for i, length in enumerate(norms) if length <= floor}
     if 2 * len(small) <= len(norms):
@@ -139,13 +140,12 @@ def _silent(norms: Sequence[int], recent_norms: Sequence[int]) -> set[int]:
 
 
 def _norm_to_log(norms: Sequence[int], recent_norms: Sequence[int]) -> int:
-    """What the log keeps of a round's norms: the median, and where two are in the middle, what is
-    nearest to the last rounds. So it takes more than half of the senders to move it either way.
+    """The norm of a round for the log: the median; between two middle values, the one nearest to
+    the last rounds. So only more than half of the senders can move it either way.
 
-    Of two senders one may be slow, and must not hold the other back: the longer update is the
-    measure, up to 16 times the shorter one, as long as it grows by no more than an eighth a round.
-    Two cannot outvote each other in anything; that is how far a liar can raise what its only
-    partner accepts.
+    Of two senders a slow one must not hold the other back: the longer update counts, up to 16 times
+    the shorter one and with a growth of at most an eighth a round. Known limit: so far one of two
+    senders can raise what the other accepts.
     """
     recent = lower_median(recent_norms) if recent_norms else 0
     if len(norms) == 2:
@@ -156,9 +156,9 @@ def _norm_to_log(norms: Sequence[int], recent_norms: Sequence[int]) -> int:
 
 @dataclass(frozen=True, eq=False)
 class Aggregate:
-    """The step of a round. `scales[i]` is the part of update i that went in, in 1/65536.
+    """The step of a round. `scales[i]` is the factor of update i in 1/65536; 0: left out.
 
-    `median_norm` is what the log keeps to measure the next rounds against.
+    `median_norm` goes into the log, as the reference for the next rounds.
     """
 
     delta: FixedUpdate
@@ -177,8 +177,8 @@ def _scores(
 ) -> list[int]:
     """Cosine of each update to trend + total without the update itself, in 1/1024, rounded down.
 
-    `products` are those with `total`, the sum of the updates not in `out`: its square is the sum of
-    its products with them. `along` are the products with the trend.
+    `products` are each update's with `total`, the sum of the updates not in `out`; their sum over
+    those updates is the square of `total`. `along` are the products with the trend.
     """
     kept = [i for i in range(len(squares)) if i not in out]
     total_squared = trend_squared + sum(products[i] + 2 * along[i] for i in kept)
@@ -203,7 +203,8 @@ def _variance(run: Sequence[int]) -> int:
 
 
 def _opposes(score: int, others: Sequence[int], update: FixedUpdate) -> bool:
-    """Whether one round is enough: against the others, half as much as they agree at least."""
+    """Whether an update opposes the others in this round: by at least half of their agreement, and
+    significantly for its number of coordinates."""
     agreed = lower_median(others)
     if agreed < AGREED_X1024 or 2 * score >= -agreed:
         return False
@@ -212,15 +213,16 @@ def _opposes(score: int, others: Sequence[int], update: FixedUpdate) -> bool:
 
 
 def _takes_no_part(run: Sequence[int], others: Sequence[Sequence[int]], same_text: bool) -> bool:
-    """Whether a sender's average is below a quarter of what the others agree, and surely so; where
-    texts may differ, below a quarter of the opposite."""
+    """Whether a sender's average score is significantly below a quarter of the others' median;
+    where texts may differ, below minus a quarter of it."""
     known = [other for other in others if len(other) > MIN_PAST]
     if len(run) <= MIN_PAST or len(known) < 2:
         return False
     mean, agreed = _mean(run), lower_median([_mean(other) for other in known])
     if agreed < AGREED_X1024 or 4 * mean >= (agreed if same_text else -agreed):
         return False
-    usual = lower_median([_variance(other) for other in known])  # one who varies shields nobody
+    # The median: a sender whose scores vary much does not shield the others.
+    usual = lower_median([_variance(other) for other in known])
     return (agreed - mean) ** 2 * len(run) > MEAN_DEVIATIONS_SQUARED * usual
 
 
@@ -255,11 +257,11 @@ def _judge(
     past: Sequence[Sequence[int]],
     same_text: bool,
 ) -> tuple[set[int], list[int], FixedUpdate]:
-    """Who is left out, everybody's score, and the sum of those that are kept.
+    """Which updates are left out, all scores, and the sum of the kept updates.
 
-    Worst first, and scored again after each: a strong liar makes honest updates look opposed as
-    long as it is part of the sum. At most a minority goes, so that liars cannot argue the majority
-    away; silent ones are neither.
+    The worst is removed first and the rest scored again, since a strong attacker in the sum makes
+    honest updates look opposed. At most a minority is removed, so that attackers cannot have the
+    majority removed; silent updates do not count.
     """
     heard = len(clipped) - len(silent)
     out, most = silent | oversized, len(silent) + (heard - 1) // 2
@@ -311,7 +313,7 @@ def aggregate(
     heard = [length for i, length in enumerate(norms) if i not in silent] or [0]
     reference = _reference(heard, recent_norms)
     median_norm = _norm_to_log(heard, recent_norms)
-    if len(heard) != 2:  # of two it is bounded already
+    if len(heard) != 2:  # `_norm_to_log` has bounded that of two already
         median_norm = min(median_norm, reference)
     scales = [clip_scale(length, reference * CLIP_X16 // 16) for length in norms]
     clipped = [scaled(update, scale) for update, scale in zip(updates, scales, strict=True)]
@@ -329,13 +331,12 @@ def aggregate(
 
 
 def work_of(norms: Sequence[int]) -> int:
-    """What updates of these lengths come to together, in 1/256 of a host that did as most did.
+    """The total work in updates of these norms, in 1/256 of a host with a median update.
 
     A host with a tenth of the others' speed makes a tenth of the steps, and in a plain mean its
-    short update would take away from theirs what it does not add. So an update shorter than the
-    median counts for as much as it is long. A length can be measured where a number of steps can
-    only be claimed; who sends less than it did moves the others' mean less, and who sends more is
-    clipped. Of two there is no middle: the longer one is the measure.
+    short update would dilute theirs. So an update shorter than the median counts in proportion to
+    its norm. Norms are measured, where numbers of steps could only be claimed. Of two updates the
+    longer one counts as the median.
     """
     if not norms:
         return 0

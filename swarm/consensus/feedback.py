@@ -1,25 +1,22 @@
 """Error feedback of a sender: what it has learned and the consensus does not contain yet.
 
-Decides the arithmetic of one ledger. Knows nothing of rounds, peers or compression.
-
-The ledger is one identity, true at every moment on every replica:
+One identity holds at every moment on every replica:
 
     running weights + aside = consensus + unsent
 
-where `unsent` is everything that this replica learned and that is in no consensus of its chain.
-An update is a part of `unsent`. While its fate is unknown it is in flight and is not sent again;
-if the round included it, the consensus grows and `unsent` shrinks by the part that went in;
-if the round left it out, nothing has to be done: it never left `unsent`. So no update can be
-counted twice or lost, whatever happened in between: `unsent` is measured, not booked.
+`unsent` is everything that this replica has learned and that is in no consensus of its chain. An
+update is a part of `unsent`. Until its round is decided it is in flight and not sent again. If the
+round includes it, the consensus grows and `unsent` shrinks by the included part; if not, nothing
+has to be done, since it never left `unsent`. Because `unsent` is computed from the weights and not
+kept as a buffer, no update can be counted twice or lost.
 
-What compression left out can be held in two ways, and both obey the identity:
-- carried: the running weights keep it, and a replica goes on from its own best weights;
-- aside: the running weights go back to the consensus, from which all replicas go on together (the
-  classic form of error feedback).
-Carried alone, replicas drift apart in all that they could not send yet, and gradients at places so
-far from each other average badly; aside alone, each learns again what waits to be sent. So a part
-is carried, 1 / sqrt(replicas) of it, and the rest is put aside after every update (`set_aside`). A
-host that is alone carries all. docs/trials.md has the trials.
+What compression left out is held in one of two ways:
+- carried: it stays in the running weights, and a replica goes on from its own best weights;
+- aside: the running weights go back to the consensus, the classic form of error feedback.
+If all is carried, replicas drift apart by what they could not send yet, and their gradients average
+badly; if all is aside, each learns again what waits to be sent. So 1 / sqrt(replicas) is carried,
+and the rest is put aside after every update (`set_aside`). A host that is alone carries all.
+docs/trials.md has the trials.
 """
 
 from __future__ import annotations
@@ -42,11 +39,11 @@ from swarm.consensus.fixed_point import (
 
 Floats = npt.NDArray[np.float32]
 
-ASIDE_LIMIT = 60_000.0  # what half precision holds
+ASIDE_LIMIT = 60_000.0  # near the largest value of half precision
 
 
 def aside_share(replicas: float) -> float:
-    """How much of what was not sent is put aside, among so many replicas."""
+    """The share of what was not sent that is put aside, for a number of replicas."""
     return float(1.0 - max(1.0, replicas) ** -0.5)
 
 
@@ -54,16 +51,15 @@ def aside_share(replicas: float) -> float:
 class Unsent:
     """What is unsent, as weights, made while it is read: what a host compresses.
 
-    No vector of it is ever in memory, and it costs a tenth of one that is. Rounded to fp32, as the
-    weights are. Only the sender ever sees it: an update is what its bytes decode to, and what it
-    does not say is measured again in the next round.
+    It is never in memory as a whole, and takes a tenth of the time. Rounding to fp32 does no harm:
+    an update is what its bytes decode to, and the rest is measured again in the next round.
     """
 
     weights: Floats
     consensus: Quanta
     in_flight: Sequence[FixedUpdate] = ()
     aside: Halves | None = None
-    factor: float = 1.0  # of all of it
+    factor: float = 1.0  # on all coordinates
 
     @property
     def size(self) -> int:
@@ -76,7 +72,7 @@ class Unsent:
         return self.read(0, np.empty(self.size, dtype=np.float32))
 
     def read(self, start: int, out: Floats) -> Floats:
-        """The coordinates from `start` on, as many as `out` has, in `out`."""
+        """Write `out.size` coordinates from `start` on to `out`."""
         unit = np.float32(2.0**-QUANTUM_BITS)
         for at in range(0, len(out), SEGMENT):
             part = out[at : at + SEGMENT]
@@ -94,10 +90,10 @@ class Unsent:
 
 
 def set_aside(rest: Unsent, sent: FixedUpdate, share: float) -> tuple[Halves | None, Floats | None]:
-    """After an update: what is aside from now on, and what it changes in the running weights.
+    """After an update: the new `aside`, and the change to the running weights.
 
-    `rest` is what `sent` was made of. In half precision; what that rounds away stays in the running
-    weights, so nothing is lost. None, None: nothing was aside, and nothing is.
+    `rest` is the vector that `sent` was compressed from. What half precision rounds away stays in
+    the running weights, so nothing is lost. (None, None) if nothing was or is put aside.
     """
     if not share and rest.aside is None:
         return None, None
@@ -116,7 +112,7 @@ def set_aside(rest: Unsent, sent: FixedUpdate, share: float) -> tuple[Halves | N
 
 
 def _take_out(update: FixedUpdate, start: int, out: Floats) -> None:
-    """Subtract from the coordinates of a vector that begin at `start`."""
+    """Subtract an update from `out`, the coordinates of a vector from `start` on."""
     here = slice(start, start + len(out))
     at: slice | Whole = slice(None)
     if update.indices is not None:
@@ -127,11 +123,11 @@ def _take_out(update: FixedUpdate, start: int, out: Floats) -> None:
 
 
 def only_ours(ours: Ints, theirs: Ints) -> Ints:
-    """Of the way that our branch went since the fork, what the other branch did not go as well.
+    """The part of our branch's change since the fork that the other branch did not make as well.
 
-    Where both went the same way only what we went further counts; where they stood still or went
-    back, all of it. So nothing that both learned is done twice, and nothing of theirs is undone
-    for having been learned by them alone.
+    Per coordinate: where both moved in the same direction, only our excess; where the other branch
+    did not move or moved back, all of ours. So nothing that both learned is applied twice, and
+    nothing that only they learned is undone.
     """
     common = np.where(np.sign(ours) == np.sign(theirs), np.minimum(np.abs(ours), np.abs(theirs)), 0)
     result: Ints = ours - np.sign(ours) * common

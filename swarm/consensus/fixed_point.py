@@ -1,13 +1,12 @@
-"""Updates and the consensus as integers: products, means and names that no CPU can change.
+"""Updates and the consensus as integers: arithmetic that gives the same bits on every CPU.
 
-Decides the arithmetic of one vector; that of several is `swarm.consensus.sums`. Knows nothing of
-whose updates they are, nor of which of them count (`swarm.consensus.aggregate`).
+Here for one vector; sums of several are `swarm.consensus.sums`'s part.
 
 The consensus is an int32 vector in units of 2**-QUANTUM_BITS (|weight| < 128, resolution 6e-8,
 finer than fp32 above 1). Integer addition is exact and commutes, so no CPU, thread count or library
-version can change a bit of it; fp32 weights are derived from it. It costs no memory: every host
-needs one copy of the consensus beside its running weights in any case (its update is their
-difference), and that copy is this one.
+version can change a bit of it; fp32 weights are derived from it. It costs no extra memory: a host
+needs a copy of the consensus beside its running weights in any case, since its update is their
+difference.
 """
 
 from __future__ import annotations
@@ -24,7 +23,7 @@ from protocol.digests import step_digest
 from protocol.updates import UpdateError
 
 Ints = npt.NDArray[np.int64]
-Whole = npt.NDArray[np.signedinteger[Any]]  # int32, or int64 where it must be
+Whole = npt.NDArray[np.signedinteger[Any]]  # int32, or int64 where int32 is too small
 Quanta = npt.NDArray[np.int32]
 Floats = npt.NDArray[np.float32]
 Halves = npt.NDArray[np.float16]
@@ -32,16 +31,16 @@ Halves = npt.NDArray[np.float16]
 QUANTUM_BITS = 24
 VALUE_LIMIT = 2**31  # |value| of an update, in quanta: what int32 holds
 SCALE_ONE = 1 << 16
-SEGMENT = 1 << 15  # coordinates per pass: what fits into a core's L2 cache with its temporaries
-SHORT = 1 << 10  # a segment that is not worth its calls
+SEGMENT = 1 << 15  # coordinates per pass: fits into a core's L2 cache with its temporaries
+SHORT = 1 << 10  # for segments shorter than this the calls cost more than the work
 
 
 @dataclass(frozen=True, eq=False)
 class FixedUpdate:
     """A vector of `size` coordinates in quanta: all of them, or only those at `indices`.
 
-    Of int32 where they come from a codec: half the memory, and half the time that goes into moving
-    it. So whoever computes with them must see that the result fits.
+    Decoded updates have int32 values, for half the memory and memory traffic: code that computes
+    with them must make sure that results fit.
     """
 
     size: int
@@ -55,12 +54,12 @@ class FixedUpdate:
 
     @cached_property
     def squared(self) -> int:
-        """The inner product with itself."""
+        """The squared norm."""
         return exact_dot(self.values, self.values, self.largest**2)
 
     @cached_property
     def digest(self) -> bytes:
-        """The name of a step, whatever form it is held in: of all its values if that is shorter."""
+        """The digest as a step, the same for the sparse and the dense form: of the shorter one."""
         short = self
         if self.indices is None or 2 * np.count_nonzero(self.values) >= self.size:
             short = compact(self.dense())
@@ -78,7 +77,7 @@ class FixedUpdate:
 
 
 def checked(update: FixedUpdate, size: int) -> FixedUpdate:
-    """The same update if it is well formed for a block of `size` weights; otherwise UpdateError."""
+    """The update as int32. Raises UpdateError unless it is well formed for `size` weights."""
     values, indices = update.values, update.indices
     if update.size != size:
         raise UpdateError(f"update of {update.size} weights for a block of {size}")
@@ -103,12 +102,12 @@ def checked(update: FixedUpdate, size: int) -> FixedUpdate:
 
 
 def exact_dot(a: Whole, b: Whole, largest: int | None = None) -> int:
-    """Inner product as a Python int, exact for |a|, |b| < 2**35. `largest`, if it is known, is what
-    no product of two values exceeds.
+    """Inner product as a Python int, exact for |a|, |b| < 2**35. `largest`: a bound, if known, of
+    the product of two values.
 
-    In segments so short that their sum of products fits into an int64. Where that would be too
-    short, both are cut into halves of 18 bits: |high| <= 2**17 and low < 2**18, so a product is
-    below 2**36 and the sum of a segment below 2**52.
+    Computed in segments whose sum fits into an int64. Where these would be too short, values are
+    split into halves of 18 bits: |high| <= 2**17 and low < 2**18, so a product is below 2**36 and
+    the sum of a segment below 2**52.
     """
     if largest is None:
         largest = magnitude(a) * magnitude(b)
@@ -116,7 +115,7 @@ def exact_dot(a: Whole, b: Whole, largest: int | None = None) -> int:
     if length >= SHORT:
         for start in range(0, len(a), length):
             x, y = a[start : start + length], b[start : start + length]
-            total += int(np.einsum("i,i->", x, y, dtype=np.int64))  # makes no copies of int32
+            total += int(np.einsum("i,i->", x, y, dtype=np.int64))  # does not copy int32 to int64
         return total
     for start in range(0, len(a), SEGMENT):
         x = a[start : start + SEGMENT].astype(np.int64, copy=False)
@@ -137,7 +136,7 @@ def norm(update: FixedUpdate) -> int:
 
 
 def scaled(update: FixedUpdate, scale: int) -> FixedUpdate:
-    """update * scale / 65536, rounded toward zero: never longer than asked (at most 65536)."""
+    """update * scale / 65536, rounded toward zero so that the norm does not exceed the limit."""
     if scale == SCALE_ONE:
         return update
     values = np.empty(len(update.values), dtype=update.values.dtype)
@@ -152,9 +151,9 @@ def scaled(update: FixedUpdate, scale: int) -> FixedUpdate:
 
 
 def rounded_mean(total: Whole, count: int) -> Whole:
-    """total / count, halves away from zero: symmetric, so that no drift builds up over rounds."""
+    """total / count, halves away from zero: symmetric, so no drift builds up over rounds."""
     result: Whole = np.empty_like(total)
-    half = count // 2  # of an odd count a half less: no integer lies between
+    half = count // 2  # exact for odd counts too, since totals are integers
     for start in range(0, len(total), SEGMENT):
         part = total[start : start + SEGMENT]
         if part.dtype == np.int32 and magnitude(part) + half >= VALUE_LIMIT:
@@ -181,7 +180,7 @@ def add_into(total: Ints, update: FixedUpdate, times: int = 1) -> None:
 
 
 def compact(dense: Whole) -> FixedUpdate:
-    """The shorter of the two forms of a dense vector (an index costs as much as a value)."""
+    """A dense vector in its shorter form, sparse or dense (an index costs as much as a value)."""
     indices = np.flatnonzero(dense != 0).astype(np.int32)
     if 2 * len(indices) < len(dense):
         return FixedUpdate(len(dense), indices, dense[indices])
@@ -189,20 +188,20 @@ def compact(dense: Whole) -> FixedUpdate:
 
 
 def narrow(values: Whole) -> Whole:
-    """As int32, if they fit."""
+    """The values as int32, if they fit."""
     fits = values.dtype != np.int32 and magnitude(values) < VALUE_LIMIT
     return values.astype(np.int32) if fits else values
 
 
 def to_float(consensus: Quanta) -> Floats:
-    """The fp32 weights of a consensus: one correctly rounded division by a power of two."""
+    """The fp32 weights of a consensus, correctly rounded."""
     made: Floats = np.empty(consensus.shape, dtype=np.float32)
     write_floats(consensus, made)
     return made
 
 
 def write_floats(consensus: Quanta, out: Floats | Halves) -> None:
-    """The same into `out`, in its precision."""
+    """Write the weights of a consensus to `out`, in its precision."""
     for start in range(0, len(consensus), SEGMENT):  # in the cache
         part = consensus[start : start + SEGMENT].astype(np.float64)
         part *= 2.0**-QUANTUM_BITS
@@ -210,7 +209,7 @@ def write_floats(consensus: Quanta, out: Floats | Halves) -> None:
 
 
 def to_fixed(weights: Floats) -> Quanta:
-    """The nearest consensus to fp32 weights (used once, for a run's first weights)."""
+    """The consensus nearest to fp32 weights, for a run's initial weights."""
     out = np.empty(weights.shape, dtype=np.int32)
     for start in range(0, len(weights), SEGMENT):
         part = weights[start : start + SEGMENT].astype(np.float64)

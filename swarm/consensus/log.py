@@ -1,12 +1,10 @@
-"""The consensus of a block as a log: one entry per round, steps since a pinned snapshot.
+"""The consensus of a block as a log: one entry per round, and which steps and snapshots are kept.
 
-Decides what a consensus is called, what is kept, what has to be fetched to catch up and how to get
-from one branch to another. Knows nothing of bytes, files or peers' addresses: it plans, the node
-moves the data.
+Also plans what to fetch to catch up or to change branches; the node fetches it.
 
-An entry's digest covers its parent, so the digest that peers sign in their records stands for the
-whole history: the weights, the step, and who contributed with what score. Everything that has to be
-equal on all replicas (who may vote, reference norms, scores) is therefore read from here.
+An entry's digest covers its parent, so a signed head stands for the whole history (see
+`protocol.log`). Whatever has to be equal on all replicas (who may vote, reference norms, scores) is
+therefore read from here.
 """
 
 from __future__ import annotations
@@ -25,7 +23,7 @@ MAX_CONTRIBUTIONS = 1024
 
 
 def check_chain(entries: Sequence[Entry], head: bytes) -> None:
-    """Raise LogError unless the entries are linked, ascend, and end in the signed digest."""
+    """Raise LogError unless the entries are linked, have ascending rounds, and end in `head`."""
     if not entries or len(entries) > MAX_ENTRIES:
         raise LogError(f"a log of {len(entries)} entries")
     for before, after in pairwise(entries):
@@ -38,8 +36,7 @@ def check_chain(entries: Sequence[Entry], head: bytes) -> None:
 
 
 class MoveMode(enum.Enum):
-    """What becomes of the unsent part when a replica changes branches (see
-    swarm.consensus.forks)."""
+    """What a replica keeps when it changes branches (see `swarm.consensus.forks.move_mode`)."""
 
     REBASE = "rebase"
     MERGE = "merge"
@@ -48,7 +45,7 @@ class MoveMode(enum.Enum):
 
 @dataclass(frozen=True)
 class MovePlan:
-    """How to get to another head: roll back, or start from a snapshot; then apply steps."""
+    """How to get to another head: roll back or start from a snapshot, then apply steps."""
 
     rollback: tuple[Entry, ...]  # ours, newest first
     snapshot: Entry | None  # fetch these weights instead of rolling back
@@ -62,7 +59,7 @@ class MovePlan:
 
 @dataclass(frozen=True)
 class ConsensusLog:
-    """Entries, oldest first; the oldest may be any round (older ones were pruned)."""
+    """Entries, oldest first. The first may be of any round, since older ones are pruned."""
 
     entries: tuple[Entry, ...]
     snapshot_every: int = 16
@@ -81,9 +78,9 @@ class ConsensusLog:
         return ConsensusLog(kept, self.snapshot_every, self.keep_entries)
 
     def pinned(self) -> tuple[Entry, ...]:
-        """The entries whose weights are kept as snapshots: the last two at a multiple of S.
+        """The entries whose weights are kept as snapshots: the last two at `snapshot_every` rounds.
 
-        Two, so that a catch-up that began before a new pin can still end.
+        Two, so that a catch-up that began before the newest pin can still finish.
         """
         first = self.entries[0]
         pins = [
@@ -99,9 +96,9 @@ class ConsensusLog:
         return tuple(entry for entry in self.entries if entry.round > oldest)
 
     def plan_move(self, theirs: Sequence[Entry], pinned: Sequence[Entry]) -> MovePlan:
-        """From our head to theirs[-1]. `pinned` are the snapshots that the donors still have."""
+        """Plan the way from our head to theirs[-1]. `pinned`: snapshots that the donors have."""
         ours = {entry.digest: i for i, entry in enumerate(self.entries)}
-        # The chain names the parent of its oldest entry too: a fork may sit right before it.
+        # The oldest entry names its parent too: the fork may be right before their chain.
         for i in range(len(theirs) - 1, -2, -1):
             digest = theirs[i].digest if i >= 0 else theirs[0].parent
             if digest in ours:
@@ -128,7 +125,7 @@ class ConsensusLog:
         return MovePlan(rollback, start, forward, fork)
 
     def moved(self, theirs: Sequence[Entry]) -> ConsensusLog:
-        """This log on their branch: their chain, with our older entries under it if they link."""
+        """The log on their branch: their chain, after our older entries if they link."""
         for i, entry in enumerate(self.entries):
             if entry.digest == theirs[0].digest:
                 return self._with((*self.entries[:i], *theirs))
@@ -137,19 +134,19 @@ class ConsensusLog:
         return self._with(theirs)
 
     def since(self, digest: bytes) -> tuple[Entry, ...]:
-        """What to send to a replica that has `digest`: the entries from there on, or all."""
+        """Entries to send to a replica with head `digest`: from that on, or all if not found."""
         for i, entry in enumerate(self.entries):
             if entry.digest == digest:
                 return self.entries[i:]
         return self.entries
 
-    # What all replicas must know alike.
+    # What must be equal on all replicas.
 
     def recent_norms(self, window: int = 8) -> tuple[int, ...]:
         return tuple(e.median_norm for e in self.entries[-window:] if e.contributions)
 
     def past_scores(self, sender: str, window: int = 7) -> tuple[int, ...]:
-        """The last scores of a sender. Those older than 4 windows are forgotten."""
+        """The last scores of a sender, within the last 4 windows of entries."""
         found = [e.contribution_of(sender) for e in self.entries[-4 * window :]]
         return tuple(c.score for c in found if c is not None)[-window:]
 
@@ -159,24 +156,25 @@ class ConsensusLog:
         )
 
     def replicas(self, window: int = 8) -> float:
-        """How many hosts worked on the block in the last rounds, on the average, measured by what
-        came of it: one with a tenth of a round's work is a tenth of a host."""
+        """The average number of hosts in the last rounds, by work: a host with a tenth of a round's
+        work counts as a tenth."""
         done = [entry.work / WORK_ONE for entry in self.entries[-window:] if entry.work]
         return max(1.0, sum(done) / len(done)) if done else 1.0
 
     def contributors(self) -> frozenset[str]:
-        """Everybody with an update in what is kept of the log."""
+        """All senders with an included update in the kept entries."""
         return frozenset(c.sender for e in self.entries for c in e.contributions if c.scale > 0)
 
     def has_update(self, digest: bytes, window: int = 256) -> bool:
-        """Whether an update was in an agreed set before: then an offer of it is a replay."""
+        """Whether an update was in an agreed set before, so that an offer of it is a replay."""
         return any(digest in entry.named for entry in self.entries[-window:])
 
     def eligible_voters(self, seniority: int = 3, window: int = 8) -> frozenset[str]:
-        """Who has a vote: senders that were included in `seniority` of the last rounds.
+        """Peers with a vote: senders that were included in `seniority` of the last rounds.
 
-        In a young run as often as the most included one. Identities are free, so a head count of
-        voters is worth nothing; accepted work is not free. Empty in the first round: all may vote.
+        In a young run, as often as the most included sender. Identities are free, so a plain count
+        of voters would be worth nothing; accepted work is not free. Empty in the first round: then
+        all may vote.
         """
         counts = self.inclusions(window)
         needed = min(seniority, max(counts.values(), default=0))

@@ -1,9 +1,9 @@
 """How dense the updates of each exchange of a run are: denser near both ends.
 
-What a sparse update leaves out waits for a later one, and how long it may wait depends on where in
-the run it waits. In the first exchanges everything that was learned is new; after the last nothing
-comes any more. So the n-th exchange from either end sends at least `ends_density / n` of all
-weights: whatever was learned is sent within the run's own age, and before the run is over.
+What a sparse update leaves out is sent in a later exchange. At the start everything that was
+learned is new, and after the last exchange nothing more is sent. So the n-th exchange from either
+end sends at least `ends_density / n` of all weights: nothing waits for longer than the run has
+lasted, or past its end.
 """
 
 from __future__ import annotations
@@ -20,7 +20,7 @@ class CodecSchedule:
     """The codec of every exchange. Exchanges are numbered from 1 to `count`, as rounds are."""
 
     base: CodecSpec
-    count: int = 0  # 0: no end is known, and no exchange is near one
+    count: int = 0  # 0: without a known end, and so always `base`
     ends_density: float = 0.0
 
     @classmethod
@@ -37,7 +37,7 @@ class CodecSchedule:
 
     @property
     def sparse(self) -> bool:
-        """Whether an update leaves out more than the rounding of what it sends."""
+        """Whether updates leave out coordinates (top-k)."""
         return self.base.codec == CodecId.TOPK
 
     @property
@@ -45,11 +45,11 @@ class CodecSchedule:
         return self.at(1)
 
     def mean(self, of: Callable[[CodecSpec], float]) -> float:
-        """The mean of something over all exchanges; those far from both ends are alike."""
+        """The mean of a function of the codec over all exchanges."""
         if not self.count or not self.ends_density:
             return of(self.base)
         near = min(self.count // 2, math.ceil(self.ends_density / self.base.density))
         ends = sum(of(self.at(number)) for number in range(1, near + 1))
-        between = self.count - 2 * near  # alike, or only one
+        between = self.count - 2 * near  # all with the same codec, or only one
         middle = between * of(self.at(near + 1)) if between else 0.0
         return (2 * ends + middle) / self.count

@@ -1,7 +1,7 @@
-"""The step of a round: from the updates that were agreed on to the next entry of the log.
+"""The step of a round: from the agreed updates to the next entry of the log.
 
-What a host computes (`node.replica.aggregation`) and what the benchmarks that train without a
-network compute (`benchmarks.exchange`) is this.
+Used by hosts (`node.replica.aggregation`) and by benchmarks without a network
+(`benchmarks.exchange`).
 """
 
 from __future__ import annotations
@@ -19,12 +19,12 @@ from swarm.consensus.log import ConsensusLog
 from swarm.consensus.sums import apply_step
 from swarm.consensus.updates import UpdateCodec
 
-TREND_ROUNDS = 8  # steps whose sum is the trend that updates are judged by
+TREND_ROUNDS = 8  # steps in the trend that updates are compared with
 
 
 @dataclass(frozen=True, eq=False)
 class Step:
-    """An entry, the weights after it, and the change that led there."""
+    """A log entry, the weights after it, and the change of the weights."""
 
     entry: Entry
     weights: Quanta
@@ -41,10 +41,10 @@ def next_step(
     same_text: bool = True,
     room: Quanta | None = None,
 ) -> Step:
-    """The step of round `number` from the head of `log`, whose weights these are.
+    """The step of round `number` from the head of `log`, which has these `weights`.
 
-    `updates` in the order of their digests. `room`: an array that the new weights may be written
-    to.
+    `updates` must be in the order of their digests. The new weights are written to `room`, if
+    given.
     """
     result = aggregate(
         [update for _, update in updates],
@@ -85,9 +85,9 @@ def step_of(
 def fitting_update(
     codec: UpdateCodec, rest: Unsent, log: ConsensusLog, block: int, number: int, sender: bytes
 ) -> tuple[bytes, FixedUpdate]:
-    """An update as it is sent, and as all decode it; no longer than what the others take.
+    """An encoded update, and what all decode from it, shrunk to the norm that others accept.
 
-    What does not fit stays unsent, and follows in the next rounds.
+    The rest stays unsent and follows in the next rounds.
     """
     payload, update = codec.encode(rest, block, number, sender)
     limit = norm_limit(log.recent_norms())

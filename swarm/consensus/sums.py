@@ -1,8 +1,8 @@
-"""Sums of updates, their mean, and the step that a consensus makes: exact, piece by piece.
+"""Exact sums and means of updates, inner products with them, and the step of a consensus.
 
-A piece of the vector stays in a core's cache while every update is added to it, and inner products
-with the sum come from the same pass. Decides how that is done fast; which updates are summed, and
-what for, is `swarm.consensus.aggregate`'s business.
+Computed piece by piece: a piece of the vector stays in a core's cache while every update is added
+to it, and inner products with the sum come from the same pass. Which updates are summed is
+`swarm.consensus.aggregate`'s choice.
 """
 
 from __future__ import annotations
@@ -30,13 +30,13 @@ from swarm.consensus.fixed_point import (
     rounded_mean,
 )
 
-CUT = 1 << 17  # coordinates per pass of sparse updates, which touch few of them
-RARE = 1000  # fewer than one in so many: copying what is between them is cheaper than a mask
-SPARSE = 10  # below one in so many it is cheaper to sort their places than to look at all
+CUT = 1 << 17  # coordinates of a piece: large, since sparse updates have few values in it
+RARE = 1000  # if fewer than one in so many is removed, copying the rest is cheaper than a mask
+SPARSE = 10  # if fewer than one in so many is touched, sorting indices is cheaper than a scan
 
 
 def summed(parts: Sequence[tuple[FixedUpdate, int]]) -> FixedUpdate:
-    """The sum of updates, each taken so many times, in its shorter form."""
+    """The sum of updates, each with a multiplicity, in its shorter form."""
     return summed_against(parts, ())[0]
 
 
@@ -64,11 +64,11 @@ def sparse_against(
     others: Sequence[FixedUpdate],
     beside: Whole | None = None,
 ) -> tuple[FixedUpdate, list[int], list[int]]:
-    """`summed_against` where all are sparse, as those of a round mostly are; and the inner products
-    of `others` with the vector `beside`.
+    """`summed_against` for sparse updates, the usual case, and the inner products of `others` with
+    the vector `beside`.
 
-    What all of them have in a piece is looked at together: of so little the calls would cost more
-    than the work.
+    The values of all updates in a piece are processed in one call, since for the few of a single
+    update the calls cost more than the work.
     """
     size = parts[0][0].size
     every, times = list(others), [0] * len(others)
@@ -94,13 +94,13 @@ def sparse_against(
         np.add.at(here, places, _times(values, times, cuts, here.dtype))
         _add_products(products, values, here.take(places), cuts, largest * most)
         if beside is not None:
-            # A copy comes from memory in order; the values themselves are far apart.
+            # Copied first: a sequential read is faster than many scattered ones.
             met = beside[start : start + len(here)].copy().take(places)
             _add_products(along, values, met, cuts, largest * magnitude(met))
         few = SPARSE * len(places) < len(here)
         kept = _merged(places) if few else true_at(here != 0)
         sums = here.take(kept)
-        if not sums.all():  # they cancel
+        if not sums.all():  # updates may cancel
             kept, sums = kept[sums != 0], sums[sums != 0]
         kept += start
         found.append((kept.astype(np.int32), sums))
@@ -111,8 +111,7 @@ def sparse_against(
 def _together(
     updates: Sequence[FixedUpdate], spans: Sequence[slice]
 ) -> tuple[Ints, Whole, list[int]]:
-    """Places and values of a span of each sparse update, one after another; where each begins, and
-    the last one ends."""
+    """Indices and values of a span of each sparse update, concatenated, and the bounds of each."""
     places = [u.indices[s] for u, s in zip(updates, spans, strict=True) if u.indices is not None]
     values = [update.values[span] for update, span in zip(updates, spans, strict=True)]
     cuts = [0, *accumulate(map(len, places))]
@@ -120,7 +119,7 @@ def _together(
 
 
 def _times(values: Whole, times: Sequence[int], cuts: Sequence[int], kind: np.dtype[Any]) -> Whole:
-    """Each update's values so many times."""
+    """The values, each update's multiplied by its multiplicity."""
     values = values.astype(kind, copy=False)
     if all(count == 1 for count in times):
         return values
@@ -131,8 +130,8 @@ def _times(values: Whole, times: Sequence[int], cuts: Sequence[int], kind: np.dt
 def _add_products(
     sums: list[int], values: Whole, met: Whole, cuts: Sequence[int], largest: int
 ) -> None:
-    """Add each update's inner product with what its values met; none of theirs is above
-    `largest`."""
+    """Add to `sums` each update's inner product with `met`, the other vector at the same places.
+    No product of two values exceeds `largest`."""
     spans = [(i, a, b) for i, (a, b) in enumerate(pairwise(cuts)) if a < b]
     if largest * len(values) < 1 << 63:
         each = np.multiply(values, met, dtype=np.int64)
@@ -144,7 +143,7 @@ def _add_products(
 
 
 def _merged(places: Ints) -> Ints:
-    """Ascending, each number once."""
+    """The distinct numbers, ascending."""
     every = places.astype(np.int32)
     every.sort()
     first = np.empty(len(every), dtype=np.bool_)
@@ -154,7 +153,7 @@ def _merged(places: Ints) -> Ints:
 
 
 class Cut:
-    """A sparse update, piece by piece."""
+    """A sparse update cut into pieces of CUT coordinates."""
 
     def __init__(self, update: FixedUpdate) -> None:
         self.update = update
@@ -162,7 +161,7 @@ class Cut:
         self._start, self._at, self._span = -1, np.zeros(0, dtype=np.int64), slice(0, 0)
 
     def piece(self, start: int) -> tuple[Ints, slice]:
-        """The places of its values in the piece that begins at `start`, and which values."""
+        """Indices within the piece that begins at `start`, and the slice of their values."""
         if start != self._start:
             assert self.update.indices is not None
             number = start // CUT
@@ -175,10 +174,10 @@ class Cut:
 def pieces(
     parts: Sequence[tuple[FixedUpdate, int]], whole: Ints | None = None
 ) -> Iterator[tuple[int, Ints]]:
-    """The sum of updates, one piece after another: where it starts, and its coordinates.
+    """The sum of updates as (start, coordinates) of one piece after another.
 
-    A piece stays in the cache: of sparse updates no dense vector is ever written to memory. Without
-    `whole` to write to, a piece is valid until the next one.
+    Pieces stay in the cache: for sparse updates no dense vector is written to memory. They are
+    views of `whole` if that is given; otherwise a piece is valid until the next one.
     """
     size = parts[0][0].size
     scratch = np.empty(min(CUT, size), dtype=np.int64) if whole is None else whole
@@ -198,12 +197,12 @@ def pieces(
 
 
 class Products:
-    """Inner products of updates with a vector that comes in pieces."""
+    """Inner products of updates with a vector that is given in pieces."""
 
     def __init__(self, updates: Sequence[FixedUpdate]) -> None:
         self._updates, self._found = updates, [0] * len(updates)
         self._ends = [_ends(update) for update in updates]
-        # What the vector is where a sparse update has values: one product at the end is cheaper.
+        # The vector at the indices of each sparse update: one product at the end is cheaper.
         self._met: list[list[Ints]] = [[] for _ in updates]
 
     def add(self, start: int, total: Ints) -> None:
@@ -223,7 +222,7 @@ class Products:
 
 
 def _ends(update: FixedUpdate) -> list[int]:
-    """Where each piece of a sparse update begins, and the last one ends."""
+    """Bounds of the pieces in a sparse update's values."""
     if update.indices is None:
         return []
     bounds = np.minimum(np.arange(0, update.size + CUT, CUT), update.size)
@@ -241,11 +240,11 @@ def _joined(size: int, found: Sequence[tuple[Whole, Whole]]) -> FixedUpdate:
 
 
 def mean_step(total: FixedUpdate, work: int) -> FixedUpdate:
-    """A sum of updates divided by the work that they come to, rounded, in its shorter form."""
+    """A sum of updates divided by their work (`aggregate.work_of`), in its shorter form."""
     count, rest = divmod(work, WORK_ONE)
     if rest:
         values = narrow(rounded_mean(total.values.astype(np.int64) * WORK_ONE, work))
-    else:  # as mostly: there is no need to widen anything
+    else:  # the usual case, without int64
         values = narrow(rounded_mean(total.values, count))
     if total.indices is None:
         return compact(values)
@@ -254,7 +253,7 @@ def mean_step(total: FixedUpdate, work: int) -> FixedUpdate:
 
 
 def _without(numbers: Whole, gone: Ints) -> Whole:
-    """Those that are not at these places."""
+    """The numbers without those at the positions `gone`."""
     if RARE * len(gone) > len(numbers):
         return np.delete(numbers, gone)
     if not len(gone):
@@ -266,10 +265,10 @@ def _without(numbers: Whole, gone: Ints) -> Whole:
 def apply_step(
     consensus: Quanta, delta: FixedUpdate, room: Quanta | None = None
 ) -> tuple[Quanta, FixedUpdate]:
-    """The next consensus (written to `room` if there is one), and the step as it really was.
+    """The next consensus (written to `room` if given), and the actual step.
 
-    A weight that would leave int32 stays at its edge; the returned step says so, which makes every
-    step of the log exactly reversible: old + step = new and new - step = old.
+    Weights are clamped to int32. The returned step has the clamped change, so every step of the log
+    is exactly reversible: old + step = new and new - step = old.
     """
     edge = VALUE_LIMIT - 1
     new, whole = np.empty_like(consensus) if room is None else room, True

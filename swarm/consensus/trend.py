@@ -1,10 +1,7 @@
-"""The sum of the last steps of a consensus, kept so that the next one costs only what it changes.
+"""The trend: the exact sum of the last steps of a consensus, updated incrementally.
 
-Decides nothing: inner products with it are those with the sum, exactly. It spares a replica adding
-up eight steps in every round, of which seven were there in the round before (half of the time of
-an aggregation), for one more int32 per weight. Knows nothing of what the trend is for.
-
-Not for two threads at once: whoever has it has it alone.
+Adding up all eight steps in every round took half of the time of an aggregation; keeping the sum
+costs one more int32 per weight. Not thread-safe.
 """
 
 from __future__ import annotations
@@ -24,12 +21,12 @@ from swarm.consensus.fixed_point import (
 )
 from swarm.consensus.sums import CUT, Cut
 
-CHEAPER = 4  # more steps than this to forget at once: adding up again is cheaper
+CHEAPER = 4  # if more steps than this are to be removed, adding up anew is cheaper
 _ALL = slice(None)
 
 
 class Trend:
-    """The sum of some steps; of none before the first `follow`."""
+    """The sum of the steps given to `follow`; of none before."""
 
     def __init__(self) -> None:
         self.squared = 0
@@ -37,7 +34,7 @@ class Trend:
         self._sum: Quanta | Ints = np.zeros(0, dtype=np.int32)  # int64 if it could be too large
 
     def follow(self, steps: Sequence[FixedUpdate]) -> None:
-        """Be the sum of these steps."""
+        """Make this the sum of these steps."""
         steps = tuple(steps)
         gone = len(self._steps) - len(steps) + 1
         goes_on = 0 <= gone < len(self._steps) and gone <= CHEAPER
@@ -76,7 +73,7 @@ class Trend:
 
     @property
     def vector(self) -> Whole | None:
-        """The sum; None if that is of no steps."""
+        """Sum of the tracked steps, or None if there are none."""
         return self._sum if self._steps else None
 
     def products(self, updates: Sequence[FixedUpdate]) -> list[int]:

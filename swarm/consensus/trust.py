@@ -1,12 +1,9 @@
-"""Whom a replica listens to: how long it has seen a peer, what it caught it at, the canary.
+"""A replica's trust in peers: rounds seen, faults, exclusions; and the canary.
 
-Decides whom to leave out and for how long, and whose word counts between two branches. Knows
-nothing of how a fault was found, nor of the objective rule on updates
-(swarm/consensus/aggregate.py).
-
-This is one replica's own view. It acts through its votes: an update is kept out when more than half
-of the voters think alike. Identities are free, so nobody is ever trusted for being many: a peer's
-word counts after it was seen for some rounds, and exclusions double each time.
+This is one replica's own view, and takes effect through its votes: an update is kept out if more
+than half of the voters exclude its sender. Identities are free, so numbers earn no trust: a peer
+counts after it was seen for some rounds, and exclusions double each time. The rule that all
+replicas compute alike is `swarm.consensus.aggregate`'s.
 """
 
 from __future__ import annotations
@@ -20,15 +17,15 @@ MAX_PEERS = 4096
 
 @dataclass(frozen=True)
 class TrustRules:
-    """`fault_limit` faults within `fault_memory` rounds exclude for `exclusion` rounds, doubled
-    each time up to `longest_exclusion`."""
+    """`fault_limit` faults within `fault_memory` rounds exclude a peer for `exclusion` rounds,
+    doubled each time up to `longest_exclusion`."""
 
     seniority: int = 3
     fault_limit: int = 2
     fault_memory: int = 16
     exclusion: int = 8
     longest_exclusion: int = 256
-    absence: int = 16  # a peer not seen for so long starts anew
+    absence: int = 16  # a peer not seen for more rounds than this starts anew
 
 
 @dataclass(frozen=True)
@@ -46,7 +43,7 @@ class Standing:
 
 @dataclass(frozen=True)
 class TrustBook:
-    """The standing of every peer seen lately. Immutable."""
+    """The standing of all recently seen peers. Immutable."""
 
     rules: TrustRules = field(default_factory=TrustRules)
     peers: Mapping[str, Standing] = field(default_factory=dict)
@@ -58,7 +55,7 @@ class TrustBook:
         return replace(self, peers=_bounded({**self.peers, peer: standing}))
 
     def seen(self, peers: Iterable[str], number: int) -> TrustBook:
-        """Count a round in which these peers showed a signed record; once per round."""
+        """Count a round in which these peers showed a signed record or vote, once per round."""
         book = dict(self.peers)
         for peer in peers:
             old = book.get(peer, Standing())
@@ -76,7 +73,7 @@ class TrustBook:
         return number <= self.of(peer).excluded_until
 
     def fault(self, peer: str, number: int, reason: str = "") -> TrustBook:
-        """A refused update (digest, shape, range, round, block) or two-faced votes."""
+        """Note a fault: a refused update (digest, shape, range, round, block) or two votes."""
         old = self.of(peer)
         recent = [n for n in old.faults if number - n < self.rules.fault_memory]
         faults = (*recent, number)[-self.rules.fault_limit :]
@@ -84,7 +81,7 @@ class TrustBook:
         return book.exclude(peer, number, reason) if len(faults) >= self.rules.fault_limit else book
 
     def exclude(self, peer: str, number: int, reason: str = "", harmed: bool = False) -> TrustBook:
-        """Leave the peer out for a time, beginning with the next round."""
+        """Exclude the peer for some rounds, beginning with the next."""
         old = self.of(peer)
         length = min(self.rules.exclusion << min(old.exclusions, 16), self.rules.longest_exclusion)
         out = replace(old, faults=(), excluded_until=number + length, exclusions=old.exclusions + 1)
@@ -92,7 +89,7 @@ class TrustBook:
 
 
 def _bounded(peers: dict[str, Standing]) -> dict[str, Standing]:
-    """Forget who was seen longest ago, but an exclusion last: identities are free to flood us."""
+    """At most MAX_PEERS, since identities are free: drops those seen longest ago, excluded last."""
     if len(peers) <= MAX_PEERS:
         return peers
     ranked = sorted(peers, key=lambda p: (peers[p].excluded_until, peers[p].last_seen))
@@ -101,20 +98,20 @@ def _bounded(peers: dict[str, Standing]) -> dict[str, Standing]:
 
 @dataclass(frozen=True)
 class Canary:
-    """Watches the held-out CE of the consensus, and who makes it worse.
+    """Finds senders whose updates make the held-out CE of the consensus worse.
 
-    Harm adds up: an update of an ordinary norm hides below the margin, the same sender's updates of
-    some rounds do not. So what is tested is all that a sender added since an earlier measurement,
-    alone, on top of what the consensus was then. Our own part is tested with the others, as the
-    control. There are two occasions:
-    - a jump of the CE, tested since the best of the recent measurements. Nobody is blamed for what
-      our own part does as well (the learning rate, or text unlike ours). Without a control never
-      more than half of the senders are accused.
-    - an audit, once in a history: who undoes what we do keeps the CE from falling, which is no
-      jump. Tested since the oldest of the recent measurements. Blamed is whose part makes worse by
-      at least a quarter of what ours makes better. If ours makes nothing better, nobody undoes it.
-    On neither is anybody blamed if the earlier consensus itself is worse today than it was: then
-    what changed are the copies of other blocks, which ours reads, and no sender of this one.
+    The harm of one update of ordinary norm is below the margin; summed over rounds it is not. So
+    the test takes all that a sender added since an earlier measurement, alone, on top of the
+    consensus of then. Our own part is tested too, as the control. Two occasions:
+    - A jump of the CE: tested since the best of the recent measurements. No sender is blamed for
+      what our own part does as well (because of the learning rate, or text unlike ours). Without a
+      control at most half of the senders are blamed.
+    - An audit, once per `history`: a sender that undoes our progress keeps the CE from falling
+      without a jump. Tested since the oldest of the recent measurements. Blamed are senders whose
+      part worsens the CE by at least a quarter of what ours improves it; none if ours improves
+      nothing.
+    No sender is blamed if the earlier consensus itself measures worse now than then: in that case
+    the copies of other blocks have changed.
     """
 
     margin_nats: float = 0.05
@@ -124,8 +121,8 @@ class Canary:
     unaudited: int = 0  # measurements since the last audit
 
     def with_loss(self, head: bytes, loss_nats: float) -> tuple[Canary, bool]:
-        """The next canary, and whether this loss is an alarm: worse than the median of the recent
-        ones by more than the margin, or not a number. An alarming loss is not remembered."""
+        """The next canary, and whether this loss is an alarm: above the median of the recent ones
+        by more than the margin, or not finite. Such a loss is not remembered."""
         losses = sorted(loss for _, loss in self.recent)
         limit = losses[(len(losses) - 1) // 2] + self.margin_nats if losses else math.inf
         if loss_nats > limit or not math.isfinite(loss_nats):
@@ -141,21 +138,21 @@ class Canary:
         return replace(self, unaudited=0)
 
     def best(self, known: Collection[bytes]) -> bytes | None:
-        """The best of the recent heads, among those whose weights we can still make."""
+        """The recent head with the lowest loss, of those in `known` (weights still available)."""
         found = [(loss, head) for head, loss in self.recent if head in known]
         return min(found)[1] if found else None
 
     def oldest(self, known: Collection[bytes]) -> bytes | None:
-        """The oldest of them."""
+        """The oldest recent head, of those in `known`."""
         return next((head for head, _ in self.recent if head in known), None)
 
     def still_holds(self, head: bytes, loss_nats: float) -> bool:
-        """Whether a head measured again is as good as it was when it was new."""
+        """Whether a head, measured again, is as good as at its first measurement."""
         return loss_nats <= dict(self.recent)[head] + self.margin_nats
 
     def accepting(self, head: bytes, loss_nats: float) -> Canary:
-        """After an alarm was looked into: where we stand now is what is watched from here on, or
-        each round of a run that has truly got worse would be an alarm."""
+        """After an alarm was examined: start again from the current head. Otherwise every round of
+        a run that really got worse would be an alarm."""
         known = ((head, loss_nats),) if math.isfinite(loss_nats) else ()
         return replace(self, recent=known, unaudited=0)
 

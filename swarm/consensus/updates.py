@@ -1,10 +1,9 @@
-"""Updates of a run: encoded and decoded; and how a follower of the log gets from one consensus to
-the next with those that went into each step.
+"""Encoding and decoding of a run's updates, replay of log entries from them, shards of snapshots.
 
-Whose an update is stands in its header (`protocol.updates`); the rounding from the codec's grid to
-the consensus's is decided here. Snapshots are cut into shards here, too.
+Rounds from the codec's units of 2^-40 to the consensus's of 2^-24. An update's header is
+`protocol.updates`'s.
 
-Known limit: `replay` follows rounds under the rules that take a mean.
+Known limit: `replay` works for the aggregation rules that take a mean.
 """
 
 from __future__ import annotations
@@ -64,7 +63,7 @@ class OtherCodec(UpdateError):
 
 @dataclass(frozen=True)
 class UpdateCodec:
-    """How the updates of a run are encoded, for a block of `size` weights."""
+    """The codec of a run's updates, for a block of `size` weights."""
 
     run_codec: CodecSchedule | CodecSpec | str
     size: int
@@ -78,15 +77,15 @@ class UpdateCodec:
         return self.schedule.at(round_)
 
     def max_bytes_at(self, round_: int) -> int:
-        """What an honest update of a round has at most, with its header."""
+        """Upper bound of an honest update's bytes in a round, with its header."""
         return UPDATE_HEADER_BYTES + self.spec_at(round_).max_bytes(self.size)
 
     def encode(
         self, rest: Ints | Floats | Source, block: int, round_: int, sender: bytes
     ) -> tuple[bytes, FixedUpdate]:
-        """The payload of an update, and the update exactly as every receiver will decode it.
+        """The payload of an update, and the update exactly as every receiver decodes it.
 
-        `rest` is what is to be sent, as weights (also as a source of them) or, integers, in quanta.
+        `rest`: what is to be sent, as float weights, a `Source` of them, or integers in quanta.
         """
         vector = _as_floats(rest) if isinstance(rest, np.ndarray) else rest
         encoded = encode(vector, self.spec_at(round_))
@@ -97,7 +96,7 @@ class UpdateCodec:
         return payload, FixedUpdate(self.size, encoded.sparse.indices, values)
 
     def decode(self, payload: bytes, block: int, round_: int, sender: bytes) -> FixedUpdate:
-        """The update that `sender` made for this block and round; otherwise a typed WireError."""
+        """The update that `sender` made for this block and round. Raises a WireError."""
         spec, most = self.spec_at(round_), self.max_bytes_at(round_)
         if len(payload) > most:
             raise UpdateOversize(f"update of {len(payload)} bytes, the limit is {most}")
@@ -121,7 +120,7 @@ def _as_floats(rest: Ints | Floats) -> Floats:
 
 
 def _coarser(fixed: Ints) -> Quanta:
-    """Quanta of 2^-40 to quanta of 2^-24: halves away from zero, clipped to what int32 holds."""
+    """From units of 2^-40 to units of 2^-24: halves away from zero, clipped to int32."""
     values = np.empty(len(fixed), dtype=np.int32)
     for start in range(0, len(fixed), SEGMENT):
         part = fixed[start : start + SEGMENT]
@@ -142,10 +141,11 @@ def _coarser(fixed: Ints) -> Quanta:
 def replay(
     consensus: Quanta, entry: Entry, payloads: Sequence[bytes], codec: UpdateCodec, block: int
 ) -> tuple[Quanta, FixedUpdate]:
-    """The consensus after `entry` and the step to it, from the updates that went into it.
+    """The consensus after `entry` and its step, from the updates that were included in it.
 
-    The same bits as `aggregate` and `apply_step` gave on the replicas: what they judged (clips, who
-    was left out) stands in the entry as scales, the rest is integer arithmetic. LogError otherwise.
+    The same bits as `aggregate` and `apply_step` gave on the replicas: their decisions (clipped,
+    left out) are the scales in the entry, the rest is integer arithmetic. Raises LogError if the
+    result does not have the entry's digests.
     """
     new, step = apply_step(consensus, _mean_of(entry, payloads, codec, block))
     if step.digest != entry.step:
@@ -158,9 +158,9 @@ def replay(
 def replayed_step(
     entry: Entry, payloads: Sequence[bytes], codec: UpdateCodec, block: int
 ) -> FixedUpdate | None:
-    """The step of an entry from its updates alone; None if that does not give it.
+    """The step of an entry from its updates alone, without the weights.
 
-    It does, but for a weight that was stopped at the edge of its range.
+    None if a weight was clamped to its range in that step.
     """
     step = _mean_of(entry, payloads, codec, block)
     return step if step.digest == entry.step else None
@@ -169,7 +169,7 @@ def replayed_step(
 def _mean_of(
     entry: Entry, payloads: Sequence[bytes], codec: UpdateCodec, block: int
 ) -> FixedUpdate:
-    """What an entry's updates come to. LogError if they are not its updates."""
+    """The mean of an entry's updates. Raises LogError if the payloads are not its updates."""
     included = [c for c in entry.contributions if c.scale > 0]
     if [update_digest(payload) for payload in payloads] != [c.digest for c in included]:
         raise LogError(f"not the updates that went into round {entry.round}")
@@ -192,18 +192,18 @@ def _mean_of(
 
 
 def snapshot_index(consensus: Quanta) -> bytes:
-    """The index of a consensus as a snapshot: the names of its shards."""
+    """The index of a consensus as a snapshot: the digests of its shards."""
     return pack_index([content_digest(shard) for shard in shards_of(consensus)])
 
 
 def shards_of(consensus: Quanta) -> list[memoryview]:
-    """The shards of a snapshot, as views on the array (no copy)."""
+    """The shards of a snapshot, as views of the array."""
     whole = np.ascontiguousarray(consensus, dtype="<i4").data.cast("B")
     return [whole[at : at + SHARD_BYTES] for at in range(0, len(whole), SHARD_BYTES)]
 
 
 def from_shards(shards: Sequence[bytes], size: int) -> Quanta:
-    """The consensus of a snapshot. The caller has checked the shards' digests, and compares
+    """The consensus of a snapshot. The caller checks the shards' digests and compares
     `weights_digest` with the entry's."""
     if sum(map(len, shards)) != 4 * size or any(len(s) != SHARD_BYTES for s in shards[:-1]):
         raise Malformed(f"shards that do not make up a block of {size} weights")

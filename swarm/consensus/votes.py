@@ -1,17 +1,14 @@
-"""Votes, and the set of updates that they agree on.
+"""The votes of a round, and the set of updates that they agree on.
 
-Decides which updates go into a round, given the votes that arrived. Knows nothing of deadlines,
-transport or signatures (the node checks a vote's signature before it comes here).
-
-A vote lists what its voter holds and accepts, on top of one consensus (`base`). Votes on another
-base are kept but not counted: the same updates on another base make another consensus.
-Who may vote is read from the consensus log (see `swarm.consensus.log.eligible_voters`), not from
-what one replica happened to observe: replicas with the same votes and the same base must get the
-same set.
+Signatures were verified before (`protocol.votes`). A vote lists what its voter holds and accepts,
+on top of one consensus (`base`). Votes on another base are kept but not counted, since the same
+updates on another base make another consensus. Who may vote is read from the log
+(`swarm.consensus.log.eligible_voters`), not from one replica's observations, so that replicas with
+the same votes and base get the same set.
 
 Known limit: a vote that reaches only some replicas can make their sets differ. Missing votes are
-asked for once, from everybody (they are signed, anyone may pass them on); what differs after that
-shows as another `base` in the next round, and the minority moves (see `swarm.rounds.round`).
+asked for once, from all voters (votes are signed, so any peer may pass them on); a remaining
+difference shows as another `base` in the next round, and the minority moves (`swarm.rounds.heads`).
 """
 
 from __future__ import annotations
@@ -31,7 +28,7 @@ class Ballot:
     two_faced: frozenset[str] = frozenset()
 
     def with_vote(self, vote: Vote) -> Ballot:
-        """Repeated votes change nothing; two different ones of one voter void both."""
+        """Add a vote. Repeated votes change nothing; two different votes of one voter are void."""
         known = self.votes.get(vote.voter)
         if known == vote or vote.voter in self.two_faced:
             return self
@@ -41,17 +38,17 @@ class Ballot:
         return replace(self, votes={**self.votes, vote.voter: vote})
 
     def counted(self, base: bytes, eligible: Collection[str]) -> list[Vote]:
-        """The votes on `base` of eligible voters; of all voters if none of them is eligible."""
+        """The votes on `base` by eligible voters, or by all voters if none of these is eligible."""
         on_base = [vote for vote in self.votes.values() if vote.base == base]
         return [vote for vote in on_base if vote.voter in eligible] or on_base
 
     def holders(self, ref: UpdateRef) -> tuple[str, ...]:
-        """Who said that it has this update (on whatever base)."""
+        """The voters that hold this update, on any base."""
         return tuple(sorted(v.voter for v in self.votes.values() if ref in v.listed))
 
 
 def agreed_set(votes: Iterable[Vote]) -> tuple[UpdateRef, ...]:
-    """What more than half of the votes list, in the order of digests, one per sender."""
+    """The updates that more than half of the votes list, one per sender, in order of digests."""
     votes = list(votes)
     tally = Counter(ref for vote in votes for ref in vote.listed)
     chosen: dict[str, UpdateRef] = {}

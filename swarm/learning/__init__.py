@@ -1,4 +1,4 @@
-"""A block that learns, and blocks that are one model. Knows nothing of peers or rounds.
+"""Training of a block, and composition of blocks to one model; without peers or rounds.
 
 model              layers, a self-contained block
 gradients          rotation, norm and ReLU, in fewer passes over memory
@@ -8,10 +8,10 @@ noise              which sigmas a block trains on, the targets, the leak
 objective          how a prediction meets the evidence of z: bayes, edm, plain
 joint_denoising    all bytes of an output at once: what a block trains on for that
 coupling           which versions of other blocks a worker reads
-moving_copy        how copies of other blocks move to new versions
-worker             one worker trains one block
+moving_copy        copies of other blocks that move gradually to new versions
+worker             trains one block
 flat               a block's weights as one vector
-composition        how the blocks' predictions become one
+composition        the blocks' predictions as one
 evaluate           honest and teacher-forced CE
 local              all workers in one process
 """

@@ -1,9 +1,8 @@
-"""Composition: how the blocks' predictions become one model's, with no target in sight.
+"""Composition of the blocks' predictions to one model's.
 
 `logit`: Euler steps on log-probabilities from 0 along u = 1 / sigma, which is their weighted mean;
-a missing block is left out and the model still answers. `embedding`: Euler steps of z in embedding
-space from sigma_max. Nothing here takes the target bytes as an argument: that is what makes the CE
-honest.
+works without a missing block. `embedding`: Euler steps of z in embedding space from sigma_max. No
+function here takes the target bytes, which makes the CE honest by construction.
 """
 
 from __future__ import annotations
@@ -29,8 +28,8 @@ Caches = list[list[LayerCache]]
 def euler_logit(log_probs: Iterable[Tensor], weights: Sequence[float]) -> Tensor:
     """Euler in logit space from 0: at u = 1/sigma, l <- l * u / u' + D * (1 - u / u').
 
-    A block of weight w takes the step from u to u' = u + w, so the end is the weighted mean. It
-    is written as a running state because a sweep adds the blocks one by one as it passes them.
+    A block of weight w takes the step from u to u' = u + w, so the result is the weighted mean.
+    Computed as a running state, since a sweep adds the blocks one by one.
     """
     state: Tensor | None = None
     u = 0.0
@@ -52,7 +51,7 @@ def euler_embedding(z: Tensor, denoised: Tensor, sigma: float, sigma_next: float
 
 @dataclass(frozen=True)
 class ComposedModel:
-    """Blocks in one chain. A block that is None is missing: its neighbours go on without it."""
+    """A chain of blocks as one model. Missing blocks are None and are skipped."""
 
     run: Run
     blocks: Sequence[Block | None]
@@ -72,7 +71,7 @@ class ComposedModel:
         if self.composition not in get_args(Composition):
             raise UsageError(f"unknown composition {self.composition!r}")
         present = [w if b is not None else 0.0 for w, b in zip(weights, self.blocks, strict=True)]
-        if sum(present) == 0:  # all the weight was on missing blocks: the rest answer as equals
+        if sum(present) == 0:  # all weight was on missing blocks: equal weights for the rest
             present = [0.0 if b is None else 1.0 for b in self.blocks]
         object.__setattr__(self, "weights", tuple(present))
         targets = target_table(self.run.seed, self.run.model.width)
@@ -103,7 +102,7 @@ class ComposedModel:
         """The composed log-probabilities from each block's."""
         present = [(lp, w) for lp, w in zip(each, self.weights, strict=True) if lp is not None]
         if self.composition == "embedding":
-            return present[-1][0]  # the chain's last step has seen all the others through z
+            return present[-1][0]  # the last block has the others' predictions through z
         state = euler_logit((lp for lp, _ in present), [w for _, w in present])
         return F.log_softmax(state / self.temperature, dim=-1)
 
@@ -113,9 +112,9 @@ class ComposedModel:
     ) -> list[Tensor | None]:
         """Each block's own log-probabilities; None for a missing block.
 
-        The generator gives the noise that z starts from, for `edm` and for `embedding`; without
-        one it is the run's seed that does. A missing block leaves no gap in the noise: the one
-        before it steps down to the highest sigma of the next that is there.
+        The generator (default: from the run's seed) draws the noise that z starts from, for `edm`
+        and `embedding`. Before a missing block, z steps down to the highest sigma of the next block
+        that is there.
         """
         generator = generator or torch.Generator().manual_seed(self.run.seed)
         each: list[Tensor | None] = []
@@ -147,17 +146,17 @@ class ComposedModel:
         return each
 
     def _noise(self, x: Tensor, sigma: float, generator: torch.Generator) -> Tensor:
-        """z before anything is known: noise of the size that the block was trained with."""
+        """The initial z: noise of standard deviation sigma."""
         shape = (*x.shape, self.run.model.width)
         return sigma * torch.randn(shape, generator=generator).to(x.device)
 
 
-# For models that will be served: a block whose part is worth less is left out of the composition.
+# For models that will be served: blocks that are worth less than this are left out.
 SPARE_NATS = 0.005
 
 
 def default_weights(run: Run) -> tuple[float, ...]:
-    """Equal for independent blocks. With relay the last block has read all the others."""
+    """Equal weights for independent blocks. With relay all on the last, which reads the others."""
     if not run.model.relays:
         return (1.0,) * run.model.blocks
     return (*(0.0,) * (run.model.blocks - 1), 1.0)
@@ -166,11 +165,11 @@ def default_weights(run: Run) -> tuple[float, ...]:
 def fit_composition(
     model: ComposedModel, inputs: Tensor, targets: Tensor, spare_nats: float = 0.0
 ) -> ComposedModel:
-    """Fit one weight a block and a temperature on held-out bytes, by minimising the composed CE.
+    """Fit a weight per block and a temperature on held-out bytes, by minimising the composed CE.
 
-    The held-out bytes must be neither trained on nor reported on. Blocks are left out of the
-    composition, the least first, as long as that costs less than `spare_nats`: a sweep over hosts
-    then carries no log-probabilities of theirs, which are most of its bytes.
+    The held-out bytes must be neither trained on nor reported on. Blocks are left out, those with
+    the smallest weight first, as long as that costs less than `spare_nats`: the log-probabilities
+    of fewer blocks make a sweep over hosts smaller.
     """
     each = [lp for lp in model.block_log_probs(inputs) if lp is not None]
     stacked, y = torch.stack(each).flatten(1, 2), targets.flatten()
@@ -178,7 +177,7 @@ def fit_composition(
     given = torch.tensor(present, device=stacked.device) / sum(present) / model.temperature
     fitted = _fit(stacked, y)
     best = _composed_ce(fitted, stacked, y)
-    if not best < _composed_ce(given, stacked, y):  # a fit that was cut off must not cost anything
+    if not best < _composed_ce(given, stacked, y):  # a fit that was cut off may be worse
         return model
     while spare_nats > 0 and int((fitted > 0).sum()) > 1:
         rest = fitted.clone()
@@ -199,12 +198,13 @@ def _composed_ce(a: Tensor, stacked: Tensor, y: Tensor) -> float:
 
 
 def _fit(stacked: Tensor, y: Tensor, steps: int = 60) -> Tensor:
-    """weights / temperature. log_softmax(sum_b a_b lp_b) is convex in a: the start does not matter.
+    """Fit a = weights / temperature. The CE of softmax(sum_b a_b lp_b) is convex in a, so the start
+    does not matter.
 
-    The optimizer moves log a: a itself, clamped at 0, would have no gradient to come back with. Its
-    line search needs the mean to more digits than float32 has, or it stops early.
+    The optimizer moves log a, since a itself, clamped at 0, would have no gradient there. Its line
+    search needs the mean to more digits than float32 has, or it stops early.
     """
-    precise = torch.float32 if stacked.device.type == "mps" else torch.float64  # which has no other
+    precise = torch.float32 if stacked.device.type == "mps" else torch.float64  # not on MPS
     log_a = torch.full((len(stacked),), -math.log(len(stacked)), dtype=precise)
     log_a = log_a.to(stacked.device).requires_grad_()
     optimizer = torch.optim.LBFGS([log_a], max_iter=steps, line_search_fn="strong_wolfe")

@@ -1,6 +1,6 @@
-"""Honest cross entropy: the model predicts, and only then are the targets looked at.
+"""Honest and teacher-forced cross entropy, in nats per byte.
 
-Knows nothing of where windows come from. Every figure is in nats per byte.
+Honest: the prediction is complete before the targets are read.
 """
 
 from __future__ import annotations
@@ -53,7 +53,7 @@ def _perplexity(ce_nats: float) -> float:
 
 
 def nll_sum(log_probs: Tensor, y: Tensor) -> float:
-    """Summed -log p of the true bytes, in float64: thousands of windows are added up."""
+    """Sum of -log p of the true bytes, in float64 since thousands of windows are added up."""
     return -float(log_probs.gather(-1, y.unsqueeze(-1)).cpu().double().sum())  # MPS has no double
 
 

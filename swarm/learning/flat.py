@@ -1,7 +1,7 @@
-"""A block's weights as one flat vector: the form in which they are exchanged and agreed upon.
+"""A block's weights as one flat vector, as the consensus and updates use them.
 
-Decides the order: parameters by name, each row-major. Knows nothing of what the vector means to
-others. The layout follows from the run's shape alone, so it never has to be sent.
+Parameters are in order of their names, each row-major. The layout follows from the run's shape, so
+it is never sent.
 """
 
 from __future__ import annotations
@@ -23,7 +23,7 @@ Floats = npt.NDArray[np.float32]
 
 @dataclass(frozen=True, eq=False)
 class Change:
-    """What is added to a flat vector: to all of it, or only at `indices`, which ascend."""
+    """A change to add to a flat vector: to all of it, or only at `indices`, which ascend."""
 
     indices: npt.NDArray[np.integer[Any]] | None
     values: Floats
@@ -53,7 +53,7 @@ def flat_weights(block: Block, out: Floats | None = None) -> Floats:
 
 
 def load_flat(block: Block, flat: Floats) -> None:
-    """Set the block's weights, in place: an optimizer keeps its hold on the parameters."""
+    """Set the block's weights in place, so that an optimizer's references stay valid."""
     if flat.shape != (flat_size(block),):
         raise ModelError(f"{flat.shape} weights for a block of {flat_size(block)}")
     source = torch.from_numpy(np.ascontiguousarray(flat, dtype=np.float32))
@@ -66,7 +66,7 @@ def load_flat(block: Block, flat: Floats) -> None:
 
 
 def add_flat(block: Block, change: Floats) -> None:
-    """Add a correction to the running weights, in place."""
+    """Add a flat vector to the block's weights, in place."""
     source = torch.from_numpy(change)
     at = 0
     with torch.no_grad():
@@ -77,7 +77,7 @@ def add_flat(block: Block, change: Floats) -> None:
 
 
 def add_flat_at(block: Block, change: Change) -> None:
-    """The same with a correction of some weights: only those are touched."""
+    """Add a `Change` to the block's weights, in place; touches only the weights at its indices."""
     indices, values = change.indices, change.values
     if indices is None:
         return add_flat(block, values)
@@ -94,5 +94,5 @@ def add_flat_at(block: Block, change: Change) -> None:
 
 
 def initial_flat(run: Run, block: int) -> Floats:
-    """The weights before the first round: what the run's seed gives everybody."""
+    """The weights before the first round, which follow from the run's seed."""
     return flat_weights(initial_block(run, block))

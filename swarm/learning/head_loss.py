@@ -1,9 +1,8 @@
-"""Cross entropy of a head, a slice of rows at a time: the logits of a whole batch never exist.
+"""Cross entropy of a head, a slice of rows at a time, so that a batch's logits never exist at once.
 
 A byte's 256 logits take more memory than its hidden state of width 128, and a loss holds several
 such tensors at once. Here each slice's gradients are computed with its loss, while its logits are
-in the cache, and only those of the hidden state and the head's weights are kept. Knows nothing of
-blocks or noise: evidence of z comes as tensors.
+in the cache, and only those of the hidden state and of the head's weights are kept.
 """
 
 from __future__ import annotations
@@ -33,7 +32,7 @@ class Evidence(NamedTuple):
 def head_loss(head: nn.Linear, hidden: Tensor, y: Tensor, evidence: Evidence | None) -> Tensor:
     """Mean nats of `y` under softmax(head(hidden) + evidence); rows are flattened (batch, length).
 
-    Its gradient reaches `hidden` and the head's parameters, if they are trained.
+    Gradients flow to `hidden` and to the head's parameters, if they need them.
     """
     flat = hidden.flatten(0, -2)
     apply: Any = _HeadLoss.apply  # torch leaves it unannotated

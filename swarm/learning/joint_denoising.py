@@ -1,12 +1,11 @@
-"""Joint denoising of all output positions, by one block: what it trains on, and what it makes of z.
+"""Joint denoising of all output positions by one block: its training loss, and its part of a sweep.
 
-A part of each batch trains it (`training.denoise_share`); a sweep of the mode `denoise` writes with
-it. A text is known up to a cut; of every byte after it there is only z = E[byte] + sigma * eps.
-Where the byte itself would be the input stands what z tells of it, and z's evidence of the byte to
-be predicted enters analytically, as in the objective `bayes`: the network predicts a byte from the
-known ones and from the z of those between, never from its own. Block 0 has the highest sigmas; a
-sweep begins with noise alone, and each block takes one Euler step down to the next one's sigmas.
-Knows nothing of hosts, optimizers or files.
+A part of each batch trains it (`training.denoise_share`); sweeps of the mode `denoise` use it. A
+text is known up to a cut; of every byte after it only z = E[byte] + sigma * eps is given. At the
+input, the mean embedding given z takes the place of the byte. At the output, z's evidence of the
+predicted byte is added analytically, as in the objective `bayes`: the network predicts a byte from
+the known ones and the z of those between, never from its own z. Block 0 has the highest sigmas; a
+sweep begins with pure noise, and each block takes one Euler step down to the next one's sigmas.
 """
 
 from __future__ import annotations
@@ -27,13 +26,13 @@ from swarm.learning.noise import sigma_edges
 from swarm.learning.objective import evidence
 from swarm.run import Run
 
-AT_THE_TOP = 0.5  # so many rows train at the highest sigma of each block: where a sweep meets it
+AT_THE_TOP = 0.5  # share of rows at the highest sigma of each block, the one that sweeps use
 LONGEST_CUT = 0.75  # of a row: at least a quarter of it is denoised
 
 
 @dataclass(frozen=True)
 class Rows:
-    """Rows of a batch to be denoised. The same `eps` and `level` make z for every block."""
+    """Rows of a batch to be denoised. All blocks' z come from the same `eps` and `level`."""
 
     x: Tensor  # (rows, length); only the first `cut` bytes of a row are read
     y: Tensor
@@ -43,7 +42,7 @@ class Rows:
 
 
 def draw_rows(x: Tensor, y: Tensor, width: int, generator: torch.Generator) -> Rows:
-    """Cuts, levels and noise for a batch. Prompts may be short, so a cut may be anywhere."""
+    """Draw cuts, levels and noise for a batch. Cuts may be early, since prompts may be short."""
     rows, length = x.shape
     longest = max(1, int(length * LONGEST_CUT))
     cut = torch.randint(1, longest + 1, (rows,), generator=generator)
@@ -54,7 +53,7 @@ def draw_rows(x: Tensor, y: Tensor, width: int, generator: torch.Generator) -> R
 
 
 class JointDenoising:
-    """The sigmas of a run's joint denoising and its targets: what all blocks of it share."""
+    """Joint denoising of a run: the sigmas and targets that its blocks share."""
 
     def __init__(self, run: Run, targets: Tensor) -> None:
         self.noise = run.joint_noise()
@@ -62,7 +61,7 @@ class JointDenoising:
         self.targets = targets
 
     def on(self, device: torch.device) -> JointDenoising:
-        """The same, for blocks on that device."""
+        """A copy for blocks on another device."""
         moved = copy.copy(self)
         moved.targets = self.targets.to(device)
         return moved
@@ -70,7 +69,7 @@ class JointDenoising:
     # --- training -------------------------------------------------------------------------------
 
     def sigma(self, block: int, level: Tensor) -> Tensor:
-        """The block's sigma at a level of equal probability: a block after it has a lower one."""
+        """The block's sigma at a level: 0 its highest, 1 its lowest, uniform in probability."""
         high, low = self.edges[block], self.edges[block + 1]
         top, bottom = self.noise.probability(high), self.noise.probability(low)
         probability = (top - (top - bottom) * level).double()
@@ -78,15 +77,15 @@ class JointDenoising:
         return sigma.clamp(low, high).float()
 
     def z(self, block: int, rows: Rows) -> Tensor:
-        """The noised targets. Only training may call this: it reads the bytes after the cut."""
+        """The noised targets. Only for training, since it reads the bytes after the cut."""
         return self.targets[rows.y] + self._sigma(block, rows).view(-1, 1, 1) * rows.eps
 
     def hidden(self, module: Block, block: int, rows: Rows, relay: Tensor | None) -> Tensor:
-        """A block's hidden state over the known bytes and the z of the others."""
+        """A block's hidden state from the known bytes and the z of the others."""
         at = torch.arange(rows.x.shape[1], device=rows.x.device)
         known = at < rows.cut[:, None]
         seen = self._likelihood(self.z(block, rows), self._sigma(block, rows))
-        # z at a position is of the byte that is predicted there: the next one's input.
+        # z at a position is of the byte predicted there, which is the next position's input.
         before = F.pad(seen, (0, 0, 1, 0))[:, :-1]
         return module.hidden(rows.x * known, relay, noisy=NoisyInput(known, before))
 
@@ -103,7 +102,7 @@ class JointDenoising:
 
     @torch.no_grad()
     def relayed(self, upstream: Sequence[Readable], rows: Rows) -> Tensor | None:
-        """The hidden state that reaches a block: those before it see z at their higher sigmas."""
+        """The hidden state relayed by the blocks before, each with z at its own, higher sigma."""
         relay: Tensor | None = None
         for block, held in enumerate(upstream):
             with held.at_hand() as module:
@@ -114,14 +113,14 @@ class JointDenoising:
         return self.sigma(block, rows.level).to(rows.x.device)
 
     def _likelihood(self, z: Tensor, sigma: Tensor) -> Tensor:
-        # At a low sigma half precision would be off by whole nats.
+        # At low sigmas half precision would be off by whole nats.
         with torch.autocast(z.device.type, enabled=False):
             return evidence(z.float(), self.targets, sigma)
 
     # --- a sweep --------------------------------------------------------------------------------
 
     def first_z(self, block: int, length: int, seed: int) -> Tensor:
-        """(length, width): noise of the size that the first block of a sweep expects."""
+        """(length, width): noise at the highest sigma of the first block of a sweep."""
         generator = torch.Generator().manual_seed(seed)
         eps = torch.randn(length, self.targets.shape[1], generator=generator)
         return self.edges[block] * eps.to(self.targets.device)
@@ -130,10 +129,10 @@ class JointDenoising:
     def denoise(
         self, module: Block, block: int, context: Tensor, z: Tensor, relay: Tensor | None
     ) -> tuple[Tensor, Tensor]:
-        """What a block makes of (batch, context) bytes and (batch, length, width) of z.
+        """One block's part of a sweep, from (batch, context) bytes and (batch, length, width) of z.
 
-        Its posterior of every output byte (batch, length, 256), as log-probabilities, and its
-        hidden state at all context + length positions.
+        Returns the posterior of every output byte (batch, length, 256), as log-probabilities, and
+        the hidden state at all context + length positions.
         """
         start, length = context.shape[1], z.shape[1]
         sigma = torch.full((len(z),), self.edges[block], device=z.device)

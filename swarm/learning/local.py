@@ -1,7 +1,7 @@
-"""All workers of a run in one process: training with no network, as a swarm would see it.
+"""All workers of a run in one process: training without a network.
 
-Each worker still reads other blocks only as copies that are refreshed once a round, so the
-staleness of a swarm can be measured on one machine. Knows nothing of data sets or files.
+As in a swarm, workers read other blocks only as copies that are renewed once a round, so the
+effect of staleness can be measured on one machine.
 """
 
 from __future__ import annotations
@@ -21,11 +21,11 @@ from swarm.run import Run
 
 Weights = dict[str, Tensor]
 
-AHEAD = -1  # in place of a lag: the newest version, in a copy of its own, since it may learn
+AHEAD = -1  # as a lag: the newest version, in a separate copy, since with ahead_learns it changes
 
 
 class Versions:
-    """Frozen copies of every block by version; what nobody can read any more is dropped."""
+    """Frozen copies of every block by version. Versions that no worker can read are dropped."""
 
     def __init__(self, run: Run) -> None:
         self.run = run
@@ -33,10 +33,10 @@ class Versions:
         self.newest = -1
 
     def push(self, blocks: Sequence[Block]) -> None:
-        """Keep the blocks as they are now as the next version."""
+        """Copy the blocks as the next version."""
         self.newest += 1
         self.copies[self.newest] = [frozen_copy(block) for block in blocks]
-        # Whichever way a run with relay is trained, it may be composed staggered.
+        # A run with relay may be composed staggered, however it was trained.
         oldest = oldest_needed(len(blocks), self.newest, staggered=self.run.model.relays)
         for version in [v for v in self.copies if v < oldest]:
             del self.copies[version]
@@ -46,7 +46,7 @@ class Versions:
 
 
 class LocalSwarm:
-    """One worker a block, trained in lockstep on the same batches."""
+    """One worker per block, trained in lockstep."""
 
     def __init__(self, run: Run, device: torch.device, autocast: torch.dtype | None = None) -> None:
         self.run = run
@@ -54,7 +54,7 @@ class LocalSwarm:
             BlockWorker(run, block, device, autocast) for block in range(run.model.blocks)
         ]
         self.versions = Versions(run)
-        # What workers read: each block as of so many rounds before the newest version, or AHEAD.
+        # What workers read, by (block, lag): lag is rounds before the newest version, or AHEAD.
         self.copies = {
             (block, lag): MovingCopy(self.workers[block].block, run.training.copy_steps)
             for worker in self.workers
@@ -89,7 +89,7 @@ class LocalSwarm:
         return losses
 
     def composed_blocks(self, staggered: bool | None = None) -> list[Block]:
-        """The blocks of the assembled model: the last one live, the others as it read them."""
+        """The blocks of the assembled model: the last one live, the others as it reads them."""
         live = [worker.block for worker in self.workers]
         if not self.run.model.relays or self.versions.newest < 0:
             return live
@@ -97,7 +97,7 @@ class LocalSwarm:
             staggered = self.run.training.staggered
         if not staggered:
             return live
-        # The running round's live weights are the version after the newest copy.
+        # The live weights are the version after the newest copy.
         numbers = composed_versions(len(live), self.versions.newest + 1, staggered)
         held = [
             self.versions.get(block, min(version, self.versions.newest))
@@ -106,7 +106,7 @@ class LocalSwarm:
         return [*held, live[-1]]
 
     def state(self) -> tuple[Weights, dict[str, Any]]:
-        """Everything that a resumed run needs, as flat tensors and a few numbers."""
+        """The state for a checkpoint, as named tensors and a few numbers."""
         tensors: Weights = {}
         for worker in self.workers:
             _put(tensors, f"block.{worker.index}", worker.block.state_dict())
@@ -119,7 +119,7 @@ class LocalSwarm:
         return tensors, {"steps_done": self.steps_done}
 
     def load_state(self, tensors: Mapping[str, Tensor], numbers: Mapping[str, Any]) -> None:
-        """The inverse of `state`; a `ModelError` if the tensors are not of this run."""
+        """The inverse of `state`. Raises `ModelError` if the tensors are not of this run."""
         try:
             for worker in self.workers:
                 worker.block.load_state_dict(_take(tensors, f"block.{worker.index}"))
@@ -136,7 +136,7 @@ class LocalSwarm:
                     self.versions.copies[version].append(block)
             if self.versions.newest >= 0:
                 self._follow_newest()
-            for (index, lag), moving in self.copies.items():  # where they were on their way
+            for (index, lag), moving in self.copies.items():  # part of the way to their versions
                 moving.block.load_state_dict(_take(tensors, f"copy.{index}.{lag}"))
             self._check_loaded(tensors)
         except (KeyError, IndexError, TypeError, RuntimeError, ValueError) as error:

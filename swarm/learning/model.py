@@ -1,8 +1,7 @@
 """The network: causal Transformer layers and a self-contained block.
 
-A block owns all that it trains (context embedding, layers, head) and turns bytes, and perhaps the
-hidden state of the block before it, into a hidden state and logits. It knows nothing of losses,
-of other blocks' weights, of noise schedules or of the wire.
+A block has its own context embedding, layers and head. From bytes, and with relay the hidden state
+of the block before it, it computes a hidden state and logits.
 """
 
 from __future__ import annotations
@@ -126,8 +125,7 @@ class Layer(nn.Module):
 
 
 def _added(branch: Tensor, x: Tensor) -> Tensor:
-    """A branch on the residual stream; in the branch's own memory, which nobody else needs, unless
-    it has a lower precision."""
+    """branch + x, in the memory of `branch` unless that has a lower precision."""
     return branch.add_(x) if branch.dtype == x.dtype else x + branch
 
 
@@ -152,17 +150,17 @@ class SigmaModulation(nn.Module):
 
 
 class NoisyInput(NamedTuple):
-    """Bytes of the input that are not known yet (joint denoising), and what is known of them."""
+    """Which input bytes are known (joint denoising), and the likelihoods of the others."""
 
     known: Tensor  # (batch, length): true where the byte itself is given
     likelihood: Tensor  # (batch, length, 256): elsewhere, log p(z of that byte | byte)
 
 
 class Block(nn.Module):
-    """One block. With the objective `edm` it also takes z; otherwise it sees the context only.
+    """One block. With the objective `edm` it also takes z; otherwise only the context.
 
-    One that `denoises` can also read bytes that are not known yet: in their place stands the mean
-    embedding of what they may be, so that it needs only two more vectors.
+    With `denoises` it can also read unknown bytes, as the mean embedding under their posterior,
+    which takes only two more parameter vectors.
     """
 
     def __init__(
@@ -192,7 +190,7 @@ class Block(nn.Module):
             self.denoised_out = nn.Linear(width, width)
             draw(self.denoised_out.weight, 0.02)
             nn.init.zeros_(self.denoised_out.bias)
-            # The logits are <D, E_v> times a learned scale: unit vectors alone cannot be sure.
+            # The logits are <D, E_v> times a learned scale: with unit vectors alone they are small.
             self.log_scale = nn.Parameter(torch.tensor(math.log(10.0)))
         else:
             self.head = nn.Linear(width, VOCABULARY)
@@ -233,14 +231,14 @@ class Block(nn.Module):
         return u
 
     def _guessed(self, likelihood: Tensor) -> Tensor:
-        """The mean embedding of a byte given its z alone. z tells no more than its likelihoods do,
-        so that nothing else, and not sigma either, has to enter the network."""
+        """The mean embedding of a byte given its z. The likelihoods contain all that z says of the
+        byte, so neither z nor sigma has to be an input of the network."""
         assert self.unknown is not None and self.byte_prior is not None
         belief = torch.softmax(self.byte_prior + likelihood, dim=-1)
         return self.unknown + belief @ self.embedding.weight
 
     def logits(self, hidden: Tensor) -> Tensor:
-        """F(x): the context's own prediction, with no evidence of z."""
+        """F(x): the prediction from the context, without the evidence of z."""
         out: Tensor = self.head(F.rms_norm(hidden, hidden.shape[-1:]))
         return out
 
@@ -257,12 +255,12 @@ class Block(nn.Module):
         return [LayerCache() for _ in self.layers]
 
     def at_hand(self, keep: bool = False) -> AbstractContextManager[Block]:
-        """A block is there in full; a copy of one may not be (`swarm.learning.moving_copy`)."""
+        """The block itself, for the protocol `swarm.learning.moving_copy.Readable`."""
         return nullcontext(self)
 
 
 def block_of(run: Run, block: int) -> Block:
-    """A block of the run's shape, with no weights that matter."""
+    """A block of the run's shape, to load weights into."""
     return Block(run.model, run.training.objective, block == 0, run.denoises)
 
 

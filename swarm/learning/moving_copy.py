@@ -1,16 +1,15 @@
-"""A forward-only copy of another block that moves towards the version it follows, a part each step.
+"""Forward-only copies of other blocks, as moving averages of their versions.
 
-A copy that jumps to every new version makes a worker's input, and the loss that it looks ahead to,
-another one once a round, and the worker spends the round on getting used to it. Moved by a small
-part of the way in each step, copies are slow averages of their block's versions, as the targets of
-other methods of delayed learning are. Decides how they move, and how they are held meanwhile; which
-version they follow is `coupling`'s business.
+A copy that jumps to every new version changes a worker's input, and the loss that it looks ahead
+to, once a round, and the worker spends the round adapting to it. So a copy moves a small part of
+the way to the version it follows in each step, as slowly moving target networks do. Which version
+that is, is `coupling`'s part.
 
-A version to move to may be given in half precision, and in a swarm it is: three digits are enough
-for something that is a round old. Then the copy is held in half precision too, in full only while
-it is read (`at_hand`): a worker reads up to one block less than the model has, and in full they
-would be most of its memory. What a step moves is often less than the last digit of a half: it is
-rounded up or down by chance, so that on average it moves by the right amount.
+In a swarm versions are given in half precision: three digits are enough for weights that are a
+round old. Then the copy is held in half precision too, in full only while it is read (`at_hand`): a
+worker may read all other blocks, and in full they would be most of its memory. A step often moves
+less than the last digit of a half, so it is rounded stochastically and moves by the right amount on
+average.
 """
 
 from __future__ import annotations
@@ -26,20 +25,20 @@ from torch import Tensor
 from swarm.learning.model import Block
 
 HALF = torch.float16
-DROPPED_BITS = 13  # of a float's 23 that a half has no place for
-PIECE = 1 << 16  # numbers rounded at once: their chances come from one table
-SHIFTS = 4093  # so many places in the table where a piece may begin
+DROPPED_BITS = 13  # of the 23 mantissa bits of a float, those that a half does not have
+PIECE = 1 << 16  # numbers rounded at once, with random bits from one table
+SHIFTS = 4093  # number of offsets in the table at which a piece may begin
 
 
 class Readable(Protocol):
-    """A block, or a copy that is held in less memory until somebody reads it."""
+    """A block, or a copy of one that may be held in half precision."""
 
     def at_hand(self, keep: bool = False) -> AbstractContextManager[Block]:
-        """The block in full, for as long as the context lasts. `keep` what is changed of it."""
+        """The block in full precision while the context lasts. `keep`: keep changes made to it."""
 
 
 class MovingCopy:
-    """It stands still until it has something to follow."""
+    """Moving average of another block's versions. Does not move before the first `follow`."""
 
     def __init__(self, block: Block, steps: float) -> None:
         self.block = frozen_copy(block)
@@ -51,7 +50,7 @@ class MovingCopy:
 
     @property
     def half(self) -> bool:
-        """Whether it is held in half precision."""
+        """Whether the copy is held in half precision."""
         return self._own[0].dtype is HALF
 
     @property
@@ -59,13 +58,13 @@ class MovingCopy:
         return [parameter.data for parameter in self._parameters]
 
     def follow(self, version: Block) -> None:
-        """Move towards the weights of this block from now on. The first time it goes there."""
+        """Move towards the weights of `version` from now on; the first time, take them."""
         self._aim([parameter.data for _, parameter in sorted(version.named_parameters())])
 
     def follow_flat(self, flat: Tensor) -> None:
-        """The same with a flat vector, which is read again in every step: it may be shared memory.
+        """The same with a flat vector, which is read in every step and may be in shared memory.
 
-        Whoever renews it may do so at any time: a step in between moves towards both versions.
+        It may be overwritten at any time: a step meanwhile moves towards a mix of both versions.
         """
         own = self._own
         pieces = torch.split(flat.to(own[0].device), [held.numel() for held in own])
@@ -81,19 +80,19 @@ class MovingCopy:
         self._target = target
 
     def move(self) -> None:
-        """One step's part of the way."""
+        """Move 1 / steps of the way to the followed version."""
         if self._target is None:
             return
         if not self.half:
             torch._foreach_lerp_(self._own, self._target, self.part)
             return
         for own, target in zip(self._own, self._target, strict=True):
-            for place, wanted in _pieces(own, target):  # no room for all of them in full
+            for place, wanted in _pieces(own, target):  # in pieces, to save memory
                 place.copy_(self._by_chance(place.float().lerp_(wanted.float(), self.part)))
 
     @contextmanager
     def at_hand(self, keep: bool = False) -> Iterator[Block]:
-        """The block in full precision, for as long as the context lasts."""
+        """The block in full precision while the context lasts. `keep`: keep changes made to it."""
         if not self.half:
             yield self.block
             return
@@ -109,8 +108,7 @@ class MovingCopy:
                 parameter.data = own
 
     def _by_chance(self, full: Tensor) -> Tensor:
-        """Numbers that a half can hold: the nearer one above or below, by chance, so that the mean
-        is right. What is one already stays as it is. Overwrites `full`."""
+        """Round stochastically to numbers that a half can hold, without bias. Overwrites `full`."""
         if self._chances is None:
             generator = torch.Generator().manual_seed(0)
             size, below = (PIECE + SHIFTS,), 1 << DROPPED_BITS
@@ -125,13 +123,13 @@ class MovingCopy:
 
 
 def _pieces(one: Tensor, other: Tensor) -> Iterator[tuple[Tensor, Tensor]]:
-    """Two tensors of the same size, in the same order, a piece of each at a time."""
+    """Matching pieces of two tensors of the same size."""
     ones, others = (torch.split(each.view(-1), PIECE) for each in (one, other))
     return zip(ones, others, strict=True)
 
 
 def frozen_copy(block: Block) -> Block:
-    """A forward-only copy: it passes gradients through to its input and keeps none."""
+    """A copy with frozen weights; gradients still flow through it to its input."""
     twin = copy.deepcopy(block)
     twin.requires_grad_(False)
     return twin

@@ -1,8 +1,7 @@
-"""Noise levels and targets: which sigmas a block trains on, and what it denoises towards.
+"""The sigmas of each block, the target table, and how much of the target z leaks at a sigma.
 
-Decides the partition of [sigma_min, sigma_max] among blocks, how sigma is drawn inside an
-interval, the frozen target table, and how much a sigma leaks of the target. Knows nothing of
-networks. Block 0 has the highest noise: a sweep starts there and goes down.
+[sigma_min, sigma_max] is divided among the blocks. Block 0 has the highest noise: a sweep starts
+there and goes down.
 """
 
 from __future__ import annotations
@@ -35,7 +34,7 @@ def sigma_edges(noise: Noise, blocks: int) -> list[float]:
 
 
 def block_interval(noise: Noise, blocks: int, block: int) -> Interval:
-    """The block's share, widened by `overlap` of its log width and kept inside the range."""
+    """The block's interval, widened by `overlap` of its log width and kept inside the range."""
     edges = sigma_edges(noise, blocks)
     high, low = edges[block], edges[block + 1]
     stretch = (high / low) ** noise.overlap
@@ -52,7 +51,7 @@ def draw_sigma(noise: Noise, interval: Interval, count: int, generator: torch.Ge
 
 
 def target_table(seed: int, width: int) -> Tensor:
-    """E: a frozen row of unit norm for every byte, from the run's seed, equal on every host."""
+    """E: a fixed row of unit norm for every byte, from the run's seed, equal on every host."""
     generator = torch.Generator().manual_seed(seed ^ 0x7A26_E7)
     rows = torch.randn(VOCABULARY, width, generator=generator, dtype=torch.float64)
     return F.normalize(rows, dim=-1).to(torch.float32)
@@ -63,8 +62,8 @@ def leak_nats(
 ) -> float:
     """What z alone tells of its target: H(p) - CE of the Bayes posterior of z with prior p.
 
-    A Monte Carlo estimate in float64; the targets have unit norm, so their norms cancel in the
-    posterior. It needs no network, so a run can be refused before a step is trained.
+    A Monte Carlo estimate in float64; the targets' unit norms cancel in the posterior. Needs no
+    network, so a run can be refused before it is trained.
     """
     generator = torch.Generator().manual_seed(0)
     prior = byte_probability.to(torch.float64)
@@ -74,7 +73,7 @@ def leak_nats(
     y = torch.multinomial(prior, samples, replacement=True, generator=generator)
     z = table[y] + sigma * torch.randn(samples, table.shape[1], generator=generator).double()
     posterior = (log_prior + z @ table.T / sigma / sigma).log_softmax(-1)  # its square may overflow
-    # The same sample in both terms: their noise cancels.
+    # The same sample in both terms, so that their noise cancels.
     return float((posterior.gather(1, y[:, None])[:, 0] - log_prior[y]).mean())
 
 
@@ -97,7 +96,7 @@ def refuse_leak(noise: Noise, targets: Tensor, byte_probability: Tensor) -> floa
 
 
 def _allowed(noise: Noise, sigma: float) -> str:
-    """The options for a range from this sigma on, if a run may have it."""
+    """The options for a range that begins at this sigma, or "" if it is no valid range."""
     low, high = float(f"{sigma:.3g}"), float(f"{max(noise.sigma_max, 2 * sigma):.3g}")
     try:
         replace(noise, sigma_min=low, sigma_max=high)
@@ -107,7 +106,7 @@ def _allowed(noise: Noise, sigma: float) -> str:
 
 
 def _smallest_that_passes(passes: Callable[[float], bool], low: float) -> float:
-    high = max(low, 1e-3)  # below that everything leaks
+    high = max(low, 1e-3)  # below that z always gives the target away
     while not passes(high) and high < 1e6:
         high *= 2.0
     for _ in range(12):

@@ -1,7 +1,7 @@
-"""The local denoising objectives: how a block's prediction meets the evidence of z.
+"""The local denoising objectives: how z enters a block's prediction.
 
-`bayes`: p(v | z, x) = softmax_v(F(x)_v + <z, E_v> / sigma^2). The network sees the context and z's
-evidence enters analytically, so the network cannot learn to read its target out of z.
+`bayes`: p(v | z, x) = softmax_v(F(x)_v + <z, E_v> / sigma^2). The network sees only the context,
+and z's evidence is added analytically, so it cannot learn to read its target from z.
 `edm`: z is an input, with Karras' preconditioning, and the loss is a weighted cross entropy.
 `plain`: the control with z removed. Names are the EDM paper's.
 """
@@ -74,7 +74,7 @@ def edm_logits(
     targets: Tensor,
     cache: list[LayerCache] | None = None,
 ) -> Tensor:
-    """D = c_skip z + c_out F(c_in z, c_noise, x), read against the targets."""
+    """Logits <D, E_v> * scale with D = c_skip z + c_out F(c_in z, c_noise, x)."""
     sigma_data = targets.shape[1] ** -0.5
     c = Preconditioning.of(sigma.view(-1, 1, 1), sigma_data)
     hidden = block.hidden(x, cache=cache, z_scaled=c.c_in * z, c_noise=c.c_noise.view(-1))
@@ -83,7 +83,7 @@ def edm_logits(
 
 
 class DenoisingObjective:
-    """Everything that a block's loss needs besides its network: one instance a worker."""
+    """A block's loss: everything it needs besides the network. One instance per worker."""
 
     def __init__(self, kind: str, noise: Noise, interval: Interval, targets: Tensor) -> None:
         self.kind = kind
@@ -114,9 +114,9 @@ class DenoisingObjective:
     def teacher_forced_ce(
         self, block: Block, x: Tensor, y: Tensor, relay: Tensor | None, generator: torch.Generator
     ) -> Tensor:
-        """CE with z made from the target, unweighted: what the block sees in training.
+        """CE with z made from the target, as in training, but unweighted.
 
-        It is not a measure of quality. Beside the honest CE it shows the leak.
+        Not a measure of quality; compared with the honest CE it shows the leak.
         """
         sigma = draw_sigma(self.noise, self.interval, x.shape[0], generator).to(x.device)
         z = noised(y, self.targets, sigma, generator)

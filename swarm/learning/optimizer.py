@@ -1,16 +1,14 @@
-"""How weights follow their gradients: Muon for the matrices inside layers, AdamW for the rest.
+"""The optimizer: Muon for the matrices inside layers, AdamW for the rest.
 
-Decides which weights are moved by which rule, and what of it a checkpoint holds. The same for a
-block's worker and for the end-to-end reference, which must not have a worse one. Knows nothing of
-losses or schedules: whoever steps sets the learning rate first.
+The same for blocks and for the end-to-end reference. The learning rate is given with each step.
 
 Muon takes the momentum of a matrix's gradient and makes all its singular values about one: where
-AdamW follows the few directions that every gradient has in common, this learns in all of them, for
-half of AdamW's state (one buffer instead of two). Embeddings and heads are tables of bytes, one row
-each, and norms are vectors: there AdamW's step per number is the right one.
+AdamW follows the few directions that all gradients share, Muon learns in all directions, with half
+of AdamW's state (one buffer instead of two). Embeddings and heads have one row per byte, and norms
+are vectors: there AdamW's step per number fits.
 
-The arithmetic of AdamW is torch's, its `torch.optim` is not used: the first step there imports
-torch's compiler, which costs every training process two seconds and 70 MB.
+AdamW calls torch's fused kernel, not `torch.optim`, whose first step imports torch's compiler: two
+seconds and 70 MB for every training process.
 """
 
 from __future__ import annotations
@@ -38,7 +36,7 @@ EPSILON = 1e-8  # of AdamW
 
 @dataclass(frozen=True)
 class Group:
-    """Weights that are treated alike. `parts`: how many square-ish matrices are stacked in each."""
+    """Weights with the same options. `parts`: how many matrices are stacked in each weight."""
 
     weights: tuple[Tensor, ...]
     weight_decay: float
@@ -46,12 +44,12 @@ class Group:
 
     @property
     def trained(self) -> list[tuple[Tensor, Tensor]]:
-        """Weights and their gradients, of those that have one."""
+        """The weights that have a gradient, each with it."""
         return [(weight, weight.grad) for weight in self.weights if weight.grad is not None]
 
 
 class Rule(ABC):
-    """A way to follow gradients, and what it remembers of each weight, by name."""
+    """An optimizer for groups of weights. `remembers`: the names of its state for each weight."""
 
     remembers: tuple[str, ...] = ()
 
@@ -106,7 +104,7 @@ class AdamW(Rule):
 
 
 class Muon(Rule):
-    """Momentum, orthogonalised."""
+    """Muon: steps along the orthogonalised momentum."""
 
     remembers = ("momentum",)
 
@@ -126,10 +124,10 @@ class Muon(Rule):
         )
 
     def _direction(self, weight: Tensor, gradient: Tensor) -> Tensor:
-        """Nesterov's: the gradient, most of the way towards its momentum.
+        """Nesterov momentum, written into the gradient's memory.
 
-        In the gradient's own memory: nobody reads it after this, and the step would otherwise be
-        where a worker needs the most.
+        The gradient is not read after this, and with another buffer the optimizer's step would be
+        the peak of a worker's memory.
         """
         if weight not in self.state:
             self.state[weight] = {"momentum": torch.zeros_like(weight)}
@@ -139,7 +137,7 @@ class Muon(Rule):
 
 
 def _follow(directions: Iterable[tuple[Tensor, Tensor, int]], learning_rate: float) -> None:
-    """Move weights along directions that are orthogonalised first, each in so many parts."""
+    """Orthogonalise directions and move weights along them. Items: weight, direction, parts."""
     alike: dict[tuple[int, ...], list[tuple[Tensor, Tensor]]] = {}
     for weight, direction, parts in directions:
         for place, way in zip(weight.chunk(parts), direction.chunk(parts), strict=True):
@@ -158,7 +156,7 @@ def _move(found: Sequence[tuple[Tensor, Tensor]], scale: float) -> None:
 
 
 def orthogonalised(x: Tensor) -> Tensor:
-    """(batch, rows, columns), rows <= columns: the same with all singular values near one."""
+    """Matrices (batch, rows, columns), rows <= columns, with all singular values made about one."""
     if x.device.type == "cuda":
         x = x.bfloat16()  # precise enough for a direction; on a CPU it seldom pays
     x = x / (torch.linalg.matrix_norm(x.float(), keepdim=True) + 1e-7).to(x.dtype)
@@ -170,8 +168,8 @@ def orthogonalised(x: Tensor) -> Tensor:
 
 
 class PassingSteps:
-    """Steps of a module that is not ours to train: its matrices inside layers follow the gradient
-    of the moment. Nothing is remembered from step to step, so it costs no optimizer state."""
+    """Orthogonalised gradient steps without momentum, for a copy of another block: no optimizer
+    state. Moves only the matrices inside layers."""
 
     def __init__(self, module: nn.Module) -> None:
         named = [(weight, _parts(name)[1]) for name, weight in module.named_parameters()]
@@ -218,7 +216,7 @@ class BlockOptimizer:
             rule.step(learning_rate)
 
     def tensors(self) -> dict[str, Tensor]:
-        """All state by parameter name: no pickle needed to write it down."""
+        """All state by parameter name, to be saved without pickle."""
         return {
             f"{name}:{key}": value
             for name, parameter in self.named.items()
@@ -227,7 +225,7 @@ class BlockOptimizer:
         }
 
     def load(self, tensors: Mapping[str, Tensor]) -> None:
-        """The inverse of `tensors`. What was never stepped has no state, neither there nor here."""
+        """The inverse of `tensors`. Weights that were never stepped have no state."""
         names: dict[Tensor, str] = {parameter: name for name, parameter in self.named.items()}
         for rule in self.rules:
             rule.state.clear()
@@ -250,7 +248,7 @@ def _state_of(
 
 
 def _parts(name: str) -> tuple[str, int]:
-    """How many matrices Muon sees in a parameter: queries, keys and values are three."""
+    """The name, and how many matrices Muon sees in the parameter: three in qkv, 0: not Muon's."""
     if name.endswith("qkv.weight"):
         return name, 3
     inner = ("attention_out.weight", "up.weight", "down.weight", "relay_in.weight")

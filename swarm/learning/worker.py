@@ -1,13 +1,13 @@
-"""One worker: it trains one block, and only that block, on the local denoising objective.
+"""The worker of one block: trains only that block, on the local denoising objective.
 
-It holds optimizer state for its own block alone. Other blocks reach it as frozen, forward-only
-copies: those before it give the relayed hidden state, the next one gives the look-ahead loss. No
-gradient leaves the worker. Where copies and batches come from is not its concern.
+It has optimizer state for its own block alone. Other blocks are frozen, forward-only copies: those
+before it give the relayed hidden state, the next one the look-ahead loss. No gradient leaves the
+worker.
 
-With `ahead_learns` the copy of the next block follows its own gradient while it looks ahead. It was
-trained on our block as it was a round ago: left as it is, its loss pulls our block back to what it
-was then. What it learns here is never sent to anyone, and fades as the copy moves on to the next
-version. With `denoise_share` the first rows of a batch train `joint_denoising`.
+With `ahead_learns` the copy of the next block also follows its own gradient. It was trained on our
+block as of a round ago, so its loss otherwise pulls our block back to that version. What it learns
+here is never sent, and fades as the copy moves to the next version. With `denoise_share` the first
+rows of a batch train `joint_denoising`.
 """
 
 from __future__ import annotations
@@ -28,22 +28,22 @@ from swarm.learning.optimizer import BlockOptimizer, PassingSteps
 from swarm.run import Run
 
 AHEAD_PARTS = 4
-JOINT_STREAM = 1 << 16  # added to the block's number: noise of its own, above any block's
+JOINT_STREAM = 1 << 16  # added to the block's number, above any block's: a separate noise stream
 
 
 @dataclass(frozen=True)
 class StepLoss:
-    """Nats per byte of one step: the block's own loss, and the next block's through its copy."""
+    """Losses of one step, in nats per byte: the block's own, and the next block's by its copy."""
 
     own_nats: float
     ahead_nats: float | None
-    joint_nats: float | None = None  # of the rows that are denoised; says nothing of quality
+    joint_nats: float | None = None  # of the jointly denoised rows; no measure of quality
 
 
 class BlockWorker:
     """The block, its optimizer and its objective.
 
-    `autocast` is the precision that forward passes may drop to; weights and optimizer stay fp32.
+    `autocast`: the precision of forward passes; weights and optimizer stay fp32.
     """
 
     def __init__(
@@ -88,7 +88,7 @@ class BlockWorker:
         next_block: Readable | None,
         share: float,
     ) -> tuple[float, float | None]:
-        """The objective's loss and the next block's; their gradients count for `share`."""
+        """The objective's loss and the next block's; gradients are weighted by `share`."""
         generator = step_generator(self.run.seed, self.index, self.steps_done)
         relay = relayed_hidden(upstream, x) if self.run.model.relays else None
         own, hidden = self.objective.loss(self.block, x, y, relay, generator)
@@ -110,7 +110,7 @@ class BlockWorker:
         next_block: Readable | None,
         others: float,
     ) -> float:
-        """The loss of joint denoising, its look-ahead included; gradients count for the rest."""
+        """The loss of joint denoising; gradients, with look-ahead's, are weighted by 1 - others."""
         generator = step_generator(self.run.seed, self.index + JOINT_STREAM, self.steps_done)
         rows = draw_rows(x, y, self.run.model.width, generator)
         relay = joint.relayed(upstream, rows) if self.run.model.relays else None
@@ -133,10 +133,10 @@ class BlockWorker:
         generator: torch.Generator,
         share: float,
     ) -> tuple[float, Tensor]:
-        """The next block's loss over our hidden state, and its weighted gradient by it.
+        """The next block's loss from our hidden state, and its weighted gradient by that.
 
-        A part of the batch at a time: the copy's activations are most of what look-ahead adds to
-        a worker's memory, and they need not outlive their part.
+        A part of the batch at a time: the copy's activations are most of the memory that look-ahead
+        adds, and are freed after each part.
         """
         assert self.ahead is not None
         leaf = hidden.detach().requires_grad_()
@@ -176,14 +176,14 @@ class BlockWorker:
 
 
 def initial_block(run: Run, block: int) -> Block:
-    """The block's weights at version 0: equal on every host of the run."""
+    """The block at version 0: equal on every host of the run."""
     generator = torch.Generator().manual_seed(run.seed * 1_000_003 + block)
     return make_block(run.model, run.training.objective, block, generator, run.denoises)
 
 
 @torch.no_grad()
 def relayed_hidden(upstream: Sequence[Readable], x: Tensor) -> Tensor | None:
-    """The hidden state that reaches a block from forward-only copies of those before it."""
+    """The hidden state relayed to a block, from forward-only copies of those before it."""
     relay: Tensor | None = None
     for copy in upstream:
         with copy.at_hand() as block:
@@ -192,6 +192,6 @@ def relayed_hidden(upstream: Sequence[Readable], x: Tensor) -> Tensor | None:
 
 
 def step_generator(seed: int, block: int, step: int) -> torch.Generator:
-    """Noise as a pure function of (seed, block, step): a resumed run draws what it would have."""
+    """The generator of a step's noise, from (seed, block, step): a resumed run draws the same."""
     mixed = (seed * 0x9E3779B97F4A7C15 + block * 0xC2B2AE3D27D4EB4F + step) % 2**63
     return torch.Generator().manual_seed(mixed)

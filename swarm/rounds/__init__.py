@@ -3,9 +3,9 @@
 clock           which round it is, on a machine whose clock may be off
 deadline        how long a round collects updates
 actions         events and actions of a round
-state           what a replica knows in it
-phases          when a phase ends: votes, the agreed set
-heads           how its consensus moves
-report          what is said about it
-round           all of that as one
+state           the state of the machine
+phases          when a phase ends: the vote, the agreed set, the step
+heads           steps and moves of a replica's consensus
+report          the report on a round
+round           the state machine
 """

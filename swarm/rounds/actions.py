@@ -1,8 +1,7 @@
-"""What a round hears and what it asks for: the events and actions of `swarm.rounds.round`.
+"""The events and actions of a round: input and output of `swarm.rounds.round`.
 
-Decides only their form. The replica turns actions into messages, transfers and arithmetic, and what
-comes back into events. Every action that may take time carries `until_s`, the
-run time after which its result is of no use: nothing waits longer.
+The replica turns actions into messages, transfers and arithmetic, and their results into events.
+Every action that may take time carries `until_s`, the run time after which its result is useless.
 """
 
 from __future__ import annotations
@@ -18,7 +17,7 @@ from swarm.consensus.log import MoveMode, MovePlan
 
 @dataclass(frozen=True)
 class Tick:
-    """Time has passed. Due at `next_wakeup_s(state)` at the latest."""
+    """Time has passed. Due at `next_wakeup_s` at the latest."""
 
 
 @dataclass(frozen=True)
@@ -45,7 +44,7 @@ class PeerRecord:
 
 @dataclass(frozen=True)
 class UpdateArrived:
-    """A pull ended well, or (with `refused`) in something that is no valid update."""
+    """A pull has ended, with a valid update or (`refused`: why not) with an invalid one."""
 
     ref: UpdateRef
     refused: str = ""
@@ -53,7 +52,7 @@ class UpdateArrived:
 
 @dataclass(frozen=True)
 class PullFailed:
-    """A pull ended with nothing: no holder answered in time."""
+    """A pull has failed: no holder answered in time."""
 
     ref: UpdateRef
 
@@ -65,14 +64,14 @@ class VoteArrived:
 
 @dataclass(frozen=True)
 class StepReady:
-    """The agreed set is aggregated: this entry would follow our head. Nothing is applied yet."""
+    """The agreed set is aggregated: the entry that would follow our head. Not applied yet."""
 
     entry: Entry
 
 
 @dataclass(frozen=True)
 class ConsensusFetched:
-    """The chain to `target` and all data of the move are here, and the digests are right."""
+    """The chain to `target` and all data for the move are here, with their digests checked."""
 
     target: bytes
     entries: tuple[Entry, ...]
@@ -81,7 +80,7 @@ class ConsensusFetched:
 
 @dataclass(frozen=True)
 class FetchFailed:
-    """No holder gave `target`; `liars` gave something that does not fit its digest."""
+    """No holder sent `target`; `liars` sent data with a wrong digest."""
 
     target: bytes
     liars: tuple[str, ...] = ()
@@ -89,7 +88,7 @@ class FetchFailed:
 
 @dataclass(frozen=True)
 class CanaryVerdict:
-    """The canary tested the updates of a round: these senders' updates do harm."""
+    """The canary's result in a round: the senders whose updates do harm."""
 
     round: int
     harmful: tuple[str, ...]
@@ -113,7 +112,7 @@ Event = (
 
 @dataclass(frozen=True)
 class MakeUpdate:
-    """Compress what is unsent, without `in_flight`: updates whose fate is not known yet."""
+    """Compress what is unsent, without the updates in `in_flight`, whose rounds are undecided."""
 
     round: int
     in_flight: tuple[UpdateRef, ...]
@@ -148,7 +147,7 @@ class SendVote:
 
 @dataclass(frozen=True)
 class AskVotes:
-    """Ask these peers for the votes that they have."""
+    """Ask these peers for the votes that they hold."""
 
     round: int
     to: tuple[str, ...]
@@ -156,7 +155,7 @@ class AskVotes:
 
 @dataclass(frozen=True)
 class Aggregate:
-    """Aggregate these updates on top of `base`; answer StepReady."""
+    """Aggregate these updates on top of `base`; the result is a StepReady."""
 
     round: int
     base: bytes
@@ -166,14 +165,14 @@ class Aggregate:
 
 @dataclass(frozen=True)
 class Apply:
-    """The consensus makes this step; correct the running weights."""
+    """Append this entry to the consensus and correct the running weights."""
 
     entry: Entry
 
 
 @dataclass(frozen=True)
 class Settle:
-    """Our update is in the consensus: the part `scale`/65536 of it is no longer unsent."""
+    """Our update is in the consensus: `scale`/65536 of it is no longer unsent."""
 
     ref: UpdateRef
     scale: int
@@ -181,9 +180,9 @@ class Settle:
 
 @dataclass(frozen=True)
 class ReturnToFeedback:
-    """Our update is not in the consensus: it is unsent, and may be sent again.
+    """Our update is not in the consensus: it is unsent and may be sent again.
 
-    `scale` is the part that had been settled before a branch was given up; mostly 0.
+    `scale`: the part that was settled on a branch that is given up; otherwise 0.
     """
 
     ref: UpdateRef
@@ -192,7 +191,7 @@ class ReturnToFeedback:
 
 @dataclass(frozen=True)
 class FetchConsensus:
-    """Get the chain from our head to `target` and what it needs, from any of the holders."""
+    """Fetch the chain from our head to `target`, and the data it needs, from any holder."""
 
     target: bytes
     have: bytes
@@ -205,9 +204,9 @@ class MoveTo:
     """Move onto another consensus.
 
     REBASE: weights = new consensus + unsent; unsent changes only by the Settle and ReturnToFeedback
-    after this. MERGE: the same, and what only our branch learned becomes unsent
+    that follow. MERGE: the same, and what only our branch learned becomes unsent
     (`swarm.consensus.feedback.only_ours`); if nobody has the weights at `plan.fork`, do KEEP. KEEP:
-    the weights stay, so the whole difference is unsent from now on.
+    the weights stay, so the whole difference is unsent.
     """
 
     head: Entry
@@ -226,10 +225,10 @@ class Report:
     missing: tuple[str, ...]
     refused: tuple[tuple[str, str], ...]
     agreed: tuple[str, ...]
-    included: bool | None  # ours; None if we sent nothing or do not know yet
+    included: bool | None  # our update; None if we sent none or do not know yet
     voters: int
     first_deadline_s: float
-    declined: tuple[tuple[str, str], ...] = ()  # who did not accept our update, and why
+    declined: tuple[tuple[str, str], ...] = ()  # voters that did not accept our update, and why
 
 
 Action = (

@@ -1,14 +1,9 @@
 """The run's clock: which round it is, on a machine whose own clock may be off.
 
-Decides the correction to a local clock and the times of a round. Reads no clock itself.
-
-A sample is one question to a peer: sent at, the peer's time, answered at (all in the clocks of
-their owners). The correction is the median over peers of their offsets, with ourselves among them
-at 0: then every replica lands on the same clock, the median one, and a minority of wrong or lying
-clocks moves nobody. A majority moves us by MAX_OFFSET_S at most, which is also what a host may be
-off by when it joins.
-
-A local clock should not step; if it is set all the same, `shifted` takes the samples along.
+The correction to the local clock is the median of the peers' offsets and our own of 0. So all
+replicas arrive at the same clock, the median one, and a minority of wrong or lying clocks moves
+none of them. A majority moves us by MAX_OFFSET_S at most, which is also how far off a joining
+host's clock may be. If the local clock is set, `shifted` moves the samples with it.
 """
 
 from __future__ import annotations
@@ -23,7 +18,10 @@ SAMPLES_PER_PEER = 8
 
 @dataclass(frozen=True)
 class ClockSample:
-    """A question and its answer. The shorter the way, the better the estimate."""
+    """One request for a peer's time: our clock at request and answer, and the peer's clock.
+
+    The shorter the round trip, the better the estimate.
+    """
 
     sent_s: float
     peer_s: float
@@ -40,12 +38,12 @@ class ClockSample:
 
 @dataclass(frozen=True)
 class RunClock:
-    """Local time in, run time out. Immutable: `with_sample` gives the next one."""
+    """Converts local time to run time. Immutable: `with_sample` gives the next one."""
 
     samples: Mapping[str, tuple[ClockSample, ...]] = field(default_factory=dict)
 
     def with_sample(self, peer: str, sample: ClockSample) -> RunClock:
-        """Impossible samples (answered before asked, too far off) are ignored."""
+        """Add a sample; impossible ones (answered before asked, too far off) are ignored."""
         if sample.way_s < 0 or not abs(sample.offset_s) <= MAX_OFFSET_S:
             return self
         kept = (*self.samples.get(peer, ()), sample)[-SAMPLES_PER_PEER:]
@@ -55,7 +53,7 @@ class RunClock:
         return RunClock({name: s for name, s in self.samples.items() if name != peer})
 
     def shifted(self, by_s: float) -> RunClock:
-        """The same run time, now that the local clock was set by so much."""
+        """The clock that gives the same run time after the local clock was set by `by_s`."""
         moved = RunClock()
         for peer, samples in self.samples.items():
             for s in samples:
@@ -65,7 +63,7 @@ class RunClock:
 
     @cached_property
     def correction_s(self) -> float:
-        """Lower median of the peers' offsets and our own 0. Of each peer the quickest sample."""
+        """Lower median of our own 0 and the peers' offsets, each from its quickest sample."""
         offsets = [0.0]
         for samples in self.samples.values():
             offsets.append(min(samples, key=lambda s: s.way_s).offset_s)
@@ -76,10 +74,10 @@ class RunClock:
 
 
 def round_at(now_s: float, start_s: float, period_s: float) -> int:
-    """The number of the round whose exchange is on at this time; 0 in the first period."""
+    """The round whose exchange runs at this time; 0 in the first period."""
     return int((now_s - start_s) // period_s)
 
 
 def exchange_opens_s(number: int, start_s: float, period_s: float) -> float:
-    """When the exchange of a round begins: what was trained in the period before it is sent."""
+    """When the exchange of a round begins; it sends what was learned in the period before."""
     return start_s + number * period_s

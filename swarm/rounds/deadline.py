@@ -1,13 +1,11 @@
-"""The first deadline: how long a round collects updates before it votes.
+"""The first deadline: how long a round collects updates before it votes, from past arrival times.
 
-Decides one number from past arrivals. Knows nothing of clocks or peers.
-
-Two corrections to the obvious "median + k * MAD of what arrived in time":
-- Late arrivals count with their true time and updates that never came with the time at which the
-  round gave up on them. Otherwise the deadline sees only what was fast enough and shrinks for ever.
-- Each replica measures other times, and a replica that votes seconds before another one decides
-  without it. So each announces its proposal and all use the (upper) median of the proposals of the
-  round before, which is nearly the same number everywhere; the voting window covers the rest.
+Two corrections to "median + k * MAD of what arrived in time":
+- Late updates count with their true time, and updates that never came with the time at which the
+  round gave up on them. Otherwise the deadline only sees fast updates and keeps shrinking.
+- Replicas measure different times, and one that votes seconds before another decides without it. So
+  each announces a proposal, and all use the upper median of the last round's proposals, which is
+  nearly the same everywhere; the voting window covers the rest.
 """
 
 from __future__ import annotations
@@ -19,7 +17,7 @@ from statistics import median
 
 @dataclass(frozen=True)
 class DeadlineRules:
-    """Between floor and ceiling: median + spread_factor * MAD (of at least 10 % of the median)."""
+    """median + spread_factor * MAD (at least 10 % of the median), between floor and ceiling."""
 
     floor_s: float
     ceiling_s: float
@@ -28,7 +26,7 @@ class DeadlineRules:
 
 
 def proposal_s(arrivals_s: Sequence[float], rules: DeadlineRules) -> float:
-    """What one replica proposes. With no past it proposes the ceiling: patience is cheap."""
+    """A replica's proposal; without past arrivals the ceiling."""
     if not arrivals_s:
         return rules.ceiling_s
     middle = median(arrivals_s)
@@ -48,5 +46,5 @@ def agreed_s(proposals_s: Sequence[float], rules: DeadlineRules) -> float:
 def remembered(
     history_s: tuple[float, ...], arrivals_s: Sequence[float], rules: DeadlineRules
 ) -> tuple[float, ...]:
-    """The past with one more round in it, cut to its length."""
+    """The history with the arrivals of one more round, cut to `rules.history`."""
     return (*history_s, *arrivals_s)[-rules.history :]

@@ -1,7 +1,7 @@
-"""How the consensus of a replica moves: by its own step, or onto the others' branch.
+"""How a replica's consensus changes: by a computed step, or by a move to the others' branch.
 
-Decides the fate of our own updates with every move (settled, returned, still in flight), and when
-to look for another head. Which head wins is decided in `swarm.consensus.forks`.
+Also what becomes of our own updates with each change: settled, returned, or still in flight. The
+choice between branches is `swarm.consensus.forks`'s.
 """
 
 from __future__ import annotations
@@ -17,13 +17,16 @@ from swarm.rounds import actions as act
 from swarm.rounds.clock import exchange_opens_s
 from swarm.rounds.state import Phase, RoundState, Sync, active, with_stage
 
-IN_FLIGHT = 8  # rounds that an update waits for an entry of its own
+IN_FLIGHT = 8  # rounds that an update waits for a log entry of its round
 
 
 def _settle(
     state: RoundState, new: tuple[Entry, ...], given_up: tuple[Entry, ...], out: list[act.Action]
 ) -> Mapping[UpdateRef, int]:
-    """The fate of our updates after the chain got `new` entries and lost `given_up` ones."""
+    """Settle or return our updates after the chain got `new` entries and lost `given_up` ones.
+
+    Returns those that are still in flight.
+    """
     before, after = _own_scales(state.me, given_up), _own_scales(state.me, new)
     for digest, scale in sorted(before.items()):
         if after.get(digest) != scale:
@@ -45,11 +48,11 @@ def _settle(
 
 
 def give_up_waiting(state: RoundState, out: list[act.Action]) -> RoundState:
-    """Updates of rounds that nobody has decided for long are unsent again.
+    """Return updates whose rounds have stayed undecided for IN_FLIGHT rounds.
 
-    A voter that agrees to nothing, or lines too slow for any update, could leave every round
-    without a set: what is in flight would grow with each, and never be sent again. Nor does anybody
-    decide those of a wrong clock, which were never on.
+    A voter that agrees to nothing, or lines too slow for any update, could leave all rounds
+    undecided: the updates in flight would pile up and never be sent again. Also those of future
+    rounds, from a wrong clock, which may never be decided.
     """
     at = state.round
     late = {ref for ref, number in state.in_flight.items() if not at - IN_FLIGHT <= number <= at}
@@ -64,7 +67,7 @@ def _own_scales(me: str, entries: tuple[Entry, ...]) -> dict[bytes, int]:
 
 
 def apply_entry(state: RoundState, entry: Entry, out: list[act.Action]) -> RoundState:
-    """Our step is computed. If the head has moved meanwhile it is of no use any more."""
+    """Apply a computed step, unless the head has moved meanwhile."""
     if entry.parent != state.log.head.digest or entry.round <= state.log.head.round:
         return state
     out.append(act.Apply(entry))
@@ -81,17 +84,17 @@ def _is_newcomer(state: RoundState) -> bool:
 
 
 def _next_round(state: RoundState) -> int:
-    """The first one of which no head can be yet: this one, or the one after the run's last."""
+    """The first round that no head can have yet: this one, or the one after the run's last."""
     last = state.rules.last
     return state.round if last is None else min(state.round, last + 1)
 
 
 def _words(state: RoundState) -> Callable[[str], Word]:
-    """Whose word weighs what, as this replica sees it.
+    """How well this replica knows each peer (see `Word`), itself included.
 
-    In a young swarm nobody is senior, and all count; we must not be the first to think that we
-    are. Nor does a young log make contributors: its rounds may have been decided apart, by hosts
-    that had not found each other yet.
+    In a young swarm no peer is senior, and all count; so we do not count ourselves as senior before
+    the others can be. A young log makes no contributors, since hosts that had not found each other
+    yet may have decided its rounds separately.
     """
     mature = state.round - state.warm_until >= 2 * state.trust.rules.seniority
     young = len(state.log.entries) <= YOUNG
@@ -107,7 +110,7 @@ def _words(state: RoundState) -> Callable[[str], Word]:
 
 
 def choose_head(state: RoundState, now_s: float, out: list[act.Action]) -> RoundState:
-    """Look whether others stand elsewhere. Before the first deadline only if most of them do."""
+    """Fetch another head if it wins. Before the first deadline only if most peers have it."""
     stage = state.stage
     if state.sync is not None or stage is None or stage.phase in (Phase.REPAIR, Phase.AGGREGATE):
         return state
@@ -115,7 +118,7 @@ def choose_head(state: RoundState, now_s: float, out: list[act.Action]) -> Round
     if all(v.head == head.digest or v.round != state.round for v in state.peers.values()):
         return state
     if stage.phase is Phase.DONE and head.round == state.round:
-        return state  # our step is made; what the others signed is from before theirs
+        return state  # our step is applied; the others' signed heads are from before their step
     words = _words(state)
     heads = {
         peer: SignedHead(view.head, view.head_round, words(peer))
@@ -125,7 +128,7 @@ def choose_head(state: RoundState, now_s: float, out: list[act.Action]) -> Round
     known = sum(active(state, peer) for peer in state.peers)
     ahead = {peer: other for peer, other in heads.items() if other.round > head.round}
     if ahead and _is_newcomer(state):
-        heads = ahead  # nothing of ours is in the head we have: it is no side of a tie
+        heads = ahead  # a newcomer's own head contains none of its work and must not cause a tie
     else:
         heads[state.me] = SignedHead(head.digest, head.round, words(state.me))
         known += 1
@@ -149,7 +152,7 @@ def fetched(state: RoundState, event: act.ConsensusFetched, out: list[act.Action
     except LogError:
         return state
     if event.entries[-1].round >= _next_round(state):
-        return state  # of a round that was not decided yet: its owners claimed another one
+        return state  # a round that cannot be decided yet: the peers' records gave another one
     log = state.log
     plan = log.plan_move(event.entries, event.pinned)
     mode = move_mode(log, plan, event.entries)

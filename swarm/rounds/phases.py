@@ -1,7 +1,6 @@
-"""When a phase of a round ends, and what follows: the vote, the agreed set, the step.
+"""When each phase of a round ends, and what follows: the vote, the agreed set, the step.
 
-Decides who is still waited for, what we vote for and who decides. What happens between the ends is
-`swarm.rounds.round`'s, which asks after every event.
+Called after every event; the events themselves are `swarm.rounds.round`'s.
 """
 
 from __future__ import annotations
@@ -23,7 +22,7 @@ from swarm.rounds.state import (
     with_stage,
 )
 
-NEW_ROUNDS = 2  # after its warm-up, in which a newcomer may not have heard of the others yet
+NEW_ROUNDS = 2  # rounds after its warm-up in which a newcomer may not know the others yet
 
 
 def end_collect(state: RoundState, now_s: float, out: list[act.Action]) -> RoundState:
@@ -53,7 +52,7 @@ def end_collect(state: RoundState, now_s: float, out: list[act.Action]) -> Round
 
 
 def _declined(state: RoundState, stage: Stage) -> tuple[tuple[str, Reason], ...]:
-    """Senders that are here and whose updates we do not accept, and why."""
+    """Senders of this round whose updates we do not accept, and why."""
     found = {ref.sender: Reason.REFUSED for ref in stage.refused}
     for peer, view in state.peers.items():
         if view.round == state.round and state.trust.excluded(peer, state.round):
@@ -70,18 +69,18 @@ def _company(state: RoundState) -> bool:
 
 
 def _all_collected(state: RoundState, stage: Stage) -> bool:
-    """Whether nobody is left to wait for. Not in our first rounds: we may not know them yet."""
+    """Whether all expected updates are here. Never in our first rounds: peers may be unknown."""
     if state.round <= state.warm_until + 1 or state.own is None:
         return False
     if _is_new(state) and state.log.eligible_voters() - {state.me} and not _company(state):
-        return False  # a moment later we may have heard of those who made the log
+        return False  # we may still hear of the peers that made the log
     head = state.log.head.digest
     if any(v.round == state.round and v.head != head for v in state.peers.values()):
-        return False  # which head wins a tie is decided at the first deadline, not before
+        return False  # which head wins is decided at the first deadline, not before
     done = {ref.sender for ref in (*stage.held, *stage.refused)}
     offered = {ref.sender for ref in stage.offers}
-    for peer, view in state.peers.items():  # mostly the first one that is not done decides
-        # Who announced itself with no update sends none (a newcomer).
+    for peer, view in state.peers.items():  # cheap checks first: usually an early peer decides
+        # A peer that announced itself without an update sends none (a newcomer).
         silent = view.round == state.round and peer not in offered
         if peer not in done and not silent and active(state, peer):
             return False
@@ -102,8 +101,8 @@ def end_vote(state: RoundState, now_s: float, out: list[act.Action]) -> RoundSta
         return state
     counted = stage.ballot.counted(state.log.head.digest, state.log.eligible_voters())
     if state.sync is not None or not counted or _leaves_it_to_others(state, counted):
-        # On the wrong head. If the right one arrives before the third deadline we can still
-        # count the others' votes; else their result comes with the next head.
+        # We are on the wrong head, or leave it to others. If the right head arrives before the
+        # third deadline we can still count the votes; else we get the result with the next head.
         if now_s < stage.third_s:
             return state
         return replace(with_stage(state, phase=Phase.DONE), outcome="syncing")
@@ -121,8 +120,9 @@ def end_vote(state: RoundState, now_s: float, out: list[act.Action]) -> RoundSta
 
 
 def _leaves_it_to_others(state: RoundState, counted: list[Vote]) -> bool:
-    """A newcomer that heard nobody's vote, though some who have one are there: it is late (its
-    first step takes longest), and would decide alone. Only at first: nobody can keep it waiting."""
+    """Whether a newcomer has no vote of another peer although eligible voters are active: it is
+    late (its first step takes longest) and would decide alone. Only in its first rounds, so that
+    it cannot be kept waiting."""
     if not _is_new(state) or any(v.voter != state.me for v in counted):
         return False
     eligible = state.log.eligible_voters() - {state.me}

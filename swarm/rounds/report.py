@@ -1,7 +1,4 @@
-"""What is said about a round when it is closed, and what its arrival times teach.
-
-Decides the content of a Report. Knows nothing of the event log's form (swarm/events.py).
-"""
+"""The report on a closed round, and its arrival times for the next deadlines."""
 
 from __future__ import annotations
 
@@ -58,7 +55,7 @@ def report_of(state: RoundState, stage: Stage) -> act.Report:
 
 
 def _declined(state: RoundState, stage: Stage) -> tuple[tuple[str, str], ...]:
-    """What the others said of our own update, if they could have counted it."""
+    """Which voters declined our own update, and why."""
     said = [
         (voter, why)
         for voter, vote in stage.ballot.votes.items()

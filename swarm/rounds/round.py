@@ -1,37 +1,32 @@
-"""A round: who sends what to whom until when, and what happens if they do not.
+"""The exchange of a block's replicas in a round, as a pure function:
+`step(state, event, now_s) -> (state, actions)`.
 
-Decides everything about the exchange of a block's replicas as a pure function:
-`step(state, event, now_s) -> (state, actions)`. Knows nothing of sockets, weights or processes; the
-live host and the simulated one run this very code. `now_s` is run time (see swarm/rounds/clock.py).
+Live and simulated hosts run this same code. `now_s` is run time (see swarm/rounds/clock.py).
 
 The exchange of round r opens at start + r * period and passes through
 
     COLLECT   our update is made and announced, those of the others are pulled
-    VOTE      from the first deadline on: votes are out; half way, missing ones are asked for
-    REPAIR    from the second deadline on: the agreed set is known, what is missing of it is pulled
+    VOTE      from the first deadline on: votes are sent; half way, missing ones are asked for
+    REPAIR    from the second deadline on: missing updates of the agreed set are pulled
     AGGREGATE the agreed set is complete, the step is computed
     DONE      applied, or given up at the third deadline
 
-After the last exchange of a run (`RoundRules.last`) its replicas announce their heads and move to
-each other's as before, so that all end on one consensus and serve it; nothing else is exchanged.
+After the last exchange of a run (`RoundRules.last`) replicas only announce their heads and move to
+each other's as before, so that all end on one consensus and serve it.
 
-Every phase ends at its deadline or when nothing more is expected, so a swarm without faults is as
-fast as its slowest link and one with faults loses a deadline.
+Every phase ends at its deadline or when nothing more is expected: a swarm without faults is as fast
+as its slowest link, and one with faults loses a deadline.
 
-What keeps it right:
-- An update is counted once: it belongs to one round, a set of digests is aggregated, and its sender
-  holds it in flight, out of the next update, until an entry of that round is on its chain.
-- None is lost: in flight means still measured as unsent (swarm/consensus/feedback.py); if the entry
-  does not have it, it goes back.
-- Same votes on the same base give the same set; a replica that cannot complete the agreed set never
-  aggregates a part of it but waits for the others' result.
-- Replicas that still differ see it in the heads of the next records and votes: the fewer move to
-  the more (swarm/consensus/forks.py), in time to vote if the data comes before the first deadline.
-
-Changes against the design, with reasons: votes are asked for once more (costs nothing without loss,
-makes branches rare); the first deadline is agreed, not private (swarm/rounds/deadline.py); who has
-a vote is read from the log (swarm/consensus/log.py); the error feedback is measured, not a second
-buffer.
+Invariants:
+- An update is counted once: it belongs to one round, the aggregate is of a set of digests, and the
+  sender keeps it in flight, out of its next update, until an entry of that round is on its chain.
+- No update is lost: in flight it is still part of unsent (swarm/consensus/feedback.py), and if the
+  entry does not include it, it may be sent again.
+- The same votes on the same base give the same set. A replica that cannot complete the agreed set
+  never aggregates a part of it but waits for the others' result.
+- Replicas that differ nevertheless notice it in the heads of the next records and votes: the
+  minority moves (swarm/consensus/forks.py), in time to vote if the data arrives before the first
+  deadline.
 """
 
 from __future__ import annotations
@@ -61,10 +56,10 @@ Result = tuple[RoundState, list[act.Action]]
 
 
 def step(state: RoundState, event: act.Event, now_s: float) -> Result:
-    """The whole machine: turn to a new round if it is time, hear the event, pass deadlines."""
+    """Open a new round if it is time, handle the event, end phases that are due."""
     actions: list[act.Action] = []
     state = _turn(state, now_s, actions)
-    # What was due before this event comes first, even if the Tick for it was late.
+    # Deadlines before this event come first, even if their Tick was late.
     state = _pass_deadlines(state, now_s, actions)
     state = _hear(state, event, now_s, actions)
     if _says_where_a_peer_stands(state, event):
@@ -79,7 +74,7 @@ def _says_where_a_peer_stands(state: RoundState, event: act.Event) -> bool:
 
 
 def next_wakeup_s(state: RoundState, now_s: float) -> float:
-    """When a Tick is due even if nothing happens. What was due until now has been done."""
+    """When the next Tick is due if no event comes before."""
     rules, stage = state.rules, state.stage
     times = [exchange_opens_s(state.round + 1, rules.start_s, rules.period_s)]
     if stage and stage.phase < Phase.AGGREGATE:
@@ -114,10 +109,10 @@ def _turn(state: RoundState, now_s: float, out: list[act.Action]) -> RoundState:
         outcome="undecided",
     )
     state = give_up_waiting(state, out)
-    if state.rules.ended(number):  # say where we stand, and hear where the others do: no more
+    if state.rules.ended(number):  # only heads are announced
         state = replace(state, outcome="ended")
         out.append(announcement(state))
-    elif now_s >= first:  # we slept through it: take part in the next one
+    elif now_s >= first:  # too late for this round: take part in the next one
         state = replace(with_stage(state, phase=Phase.DONE), outcome="missed")
     elif number > state.warm_until:
         out.append(act.MakeUpdate(number, tuple(sorted(state.in_flight))))
@@ -127,17 +122,18 @@ def _turn(state: RoundState, now_s: float, out: list[act.Action]) -> RoundState:
 
 
 def _was_set_back(state: RoundState, now_s: float) -> bool:
-    """Whether we were in rounds of another time: a step of the clock was followed that was wrong.
+    """Whether the clock went back by so much that our rounds were those of a wrong clock.
 
-    What a correction takes back is waited out: to vote again in a round would be two-faced.
+    After a smaller correction we wait until the next new round: to vote twice in a round would be a
+    fault.
     """
     opened_s = exchange_opens_s(state.round, state.rules.start_s, state.rules.period_s)
     return opened_s - now_s > 2 * MAX_OFFSET_S
 
 
 def announcement(state: RoundState) -> act.Announce:
-    """What we say of ourselves in this round. A newcomer says it at once, before its first round
-    turns: until then nobody would show it anything."""
+    """Our record of this round. A newcomer announces it at once, before its first round opens,
+    since until then no peer would send it anything."""
     head = state.log.head
     proposal = proposal_s(state.arrivals_s, state.rules.deadline)
     return act.Announce(
@@ -189,7 +185,7 @@ def _pulling(state: RoundState) -> frozenset[UpdateRef]:
 
 
 def _keep_early(state: RoundState, event: act.Event) -> RoundState:
-    """A peer whose clock is a little ahead of ours: hear it when our round opens."""
+    """Keep an event of the next round, from a peer whose clock is a little ahead of ours."""
     return replace(state, early=kept_for_later(state.early, event))
 
 
@@ -217,7 +213,7 @@ def _own_ready(
 
 
 def _see(state: RoundState, peer: str, view: PeerView) -> RoundState:
-    """Remember where a peer stands, of at most MAX_KNOWN. An older word never replaces a newer."""
+    """Remember the newest view of a peer, for at most MAX_KNOWN peers."""
     peers, known = state.peers, state.peers.get(peer)
     room = peer != state.me and (known is not None or len(peers) < MAX_KNOWN)
     newer = known is None or (view.round, view.head_round) >= (known.round, known.head_round)
@@ -229,7 +225,7 @@ def _see(state: RoundState, peer: str, view: PeerView) -> RoundState:
 def _record(state: RoundState, record: act.PeerRecord, out: list[act.Action]) -> RoundState:
     if record.round == state.round + 1:
         return _keep_early(state, record)
-    # One of the round before says that its owner is there, and offers nothing any more.
+    # A record of the round before only shows that its owner is there.
     if record.peer == state.me or record.round not in (state.round - 1, state.round):
         return state
     view = PeerView(record.round, record.head, record.head_round, record.proposal_s)
@@ -247,11 +243,11 @@ def _offer(
     holders: tuple[str, ...],
     out: list[act.Action],
 ) -> RoundState:
-    """Someone has an update for us. One per sender, at most 16, in time."""
+    """A peer offers an update: pull it, if in time, one per sender, at most LISTED_PER_VOTE."""
     if ref.sender == state.me or state.trust.excluded(ref.sender, state.round):
         return state
     if state.rules.ended(state.round) or state.log.head.round >= state.round:
-        return state  # nothing more goes into this round, also if we only got its result
+        return state  # this round is decided, by us or by the others
     if stage.phase is not Phase.COLLECT:
         return state
     if any(offer.sender == ref.sender for offer in stage.offers):
@@ -295,8 +291,8 @@ def _vote(state: RoundState, vote: Vote, out: list[act.Action]) -> RoundState:
         trust = state.trust.fault(vote.voter, state.round, "two different votes in one round")
         state = replace(state, trust=trust)
     state = with_stage(state, ballot=ballot)
-    # Other senders in a vote are hearsay. Its own update a voter signs, as in its record, which
-    # the vote may overtake: without this it would count as one that sends nothing.
+    # Only the voter's own update counts as an offer: a vote may overtake its record, and without
+    # this the voter would count as a peer that sends none. Other senders in a vote are hearsay.
     own = next((ref for ref in vote.listed if ref.sender == vote.voter), None)
     if own is not None and state.stage is not None:
         state = _offer(state, state.stage, own, (vote.voter,), out)
@@ -304,7 +300,7 @@ def _vote(state: RoundState, vote: Vote, out: list[act.Action]) -> RoundState:
 
 
 def _pass_deadlines(state: RoundState, now_s: float, out: list[act.Action]) -> RoundState:
-    """Hear what came early, choose the head, and go from phase to phase while something is due."""
+    """Handle events that came early, and end phases as long as one is due."""
     if state.early and _round_of(state.early[0]) == state.round:
         due, state = state.early, replace(state, early=())
         for event in due:

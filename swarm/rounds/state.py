@@ -1,7 +1,6 @@
-"""What a replica knows about the exchange of a round, and who takes part in it.
+"""The state of a replica in the exchange of a round, and who takes part in it.
 
-Decides the form of the state and reads membership from it. Knows nothing of what follows from an
-event: that is `swarm.rounds.round`.
+Transitions are `swarm.rounds.round`'s.
 """
 
 from __future__ import annotations
@@ -24,7 +23,7 @@ MAX_KNOWN = 1024
 
 @dataclass(frozen=True)
 class RoundRules:
-    """The run's timing. An exchange must fit into a period: checked here, once."""
+    """The run's timing. Raises ValueError if an exchange does not fit into a period."""
 
     start_s: float
     period_s: float
@@ -52,7 +51,7 @@ class Phase(enum.IntEnum):
 
 @dataclass(frozen=True)
 class Stage:
-    """The passage of a round from COLLECT to DONE."""
+    """The progress of one round from COLLECT to DONE."""
 
     opens_s: float
     first_s: float
@@ -61,7 +60,7 @@ class Stage:
     phase: Phase = Phase.COLLECT
     offers: Mapping[UpdateRef, tuple[str, ...]] = field(default_factory=dict)  # -> holders
     pulling: frozenset[UpdateRef] = frozenset()
-    held: Mapping[UpdateRef, float] = field(default_factory=dict)  # -> arrived after, seconds
+    held: Mapping[UpdateRef, float] = field(default_factory=dict)  # -> seconds from opening
     refused: Mapping[UpdateRef, str] = field(default_factory=dict)
     ballot: Ballot = field(default_factory=Ballot)
     asked: bool = False
@@ -70,7 +69,7 @@ class Stage:
 
 @dataclass(frozen=True)
 class Sync:
-    """We know that we stand on the wrong head and are fetching the right one."""
+    """A fetch of another head, to which we move when it is complete."""
 
     target: bytes
     until_s: float
@@ -78,7 +77,7 @@ class Sync:
 
 @dataclass(frozen=True)
 class PeerView:
-    """The newest record or vote of a peer."""
+    """What the newest record or vote of a peer says."""
 
     round: int
     head: bytes
@@ -88,13 +87,13 @@ class PeerView:
 
 @dataclass(frozen=True)
 class RoundState:
-    """Everything that a replica knows about the exchange. Immutable; plain data."""
+    """The whole state of a replica in the exchange. Immutable, plain data."""
 
     me: str
     rules: RoundRules
     log: ConsensusLog
     trust: TrustBook = field(default_factory=TrustBook)
-    warm_until: int = 0  # a newcomer sends no update up to this round
+    warm_until: int = 0  # a newcomer sends no update up to and including this round
     round: int = 0
     stage: Stage | None = None
     own: UpdateRef | None = None
@@ -119,23 +118,23 @@ def opened(rules: RoundRules, opens_s: float, first_s: float) -> Stage:
 
 
 def members(state: RoundState) -> tuple[str, ...]:
-    """All replicas of the block that we know, with us."""
+    """All known replicas of the block, ourselves included."""
     return (*state.peers, state.me)
 
 
 def active(state: RoundState, peer: str) -> bool:
-    """Seen in this round or the one before, and not excluded."""
+    """Whether a peer was seen in this round or the one before, and is not excluded."""
     view = state.peers.get(peer)
     fresh = view is not None and view.round >= state.round - 1
     return fresh and not state.trust.excluded(peer, state.round)
 
 
 def kept_for_later(waiting: tuple[act.Event, ...], event: act.Event) -> tuple[act.Event, ...]:
-    """What waits to be heard, with one more event: bounded, and fair.
+    """The waiting events with one more, at most MAX_EARLY.
 
-    Of each peer the newest of a kind, so that one who talks much leaves room for the others. Of its
-    votes the first two that differ: they are what shows that it is two-faced. Identities are free:
-    that only a few of them are heard at all is the caller's business.
+    Per peer only the newest record, so that one peer cannot crowd out the others, and the first two
+    different votes, which prove a fault. Identities are free: the caller must limit how many peers
+    it accepts events from.
     """
     of_it = tuple(e for e in waiting if _said_by(e) == _said_by(event))
     others = tuple(e for e in waiting if _said_by(e) != _said_by(event))

@@ -1,7 +1,7 @@
 """Writing with `--mode denoise`: all bytes of an output at once, from noise, in one traversal.
 
-Decides how a sweep goes from block to block and how bytes are chosen in the end. What a block makes
-of its z is `swarm.learning.joint_denoising`'s. Knows nothing of hosts or files.
+How a sweep goes from block to block, and how bytes are chosen in the end. The computation in a
+block is `swarm.learning.joint_denoising`'s.
 """
 
 from __future__ import annotations
@@ -19,12 +19,12 @@ from swarm.writing.generate import Sampling
 from swarm.writing.speculative import choose_rows
 from swarm.writing.writer import SweepWriter
 
-_CHOICE = 0x5EED  # the last block draws bytes from another stream than the first its noise
+_CHOICE = 0x5EED  # bytes are drawn from another random stream than the first block's noise
 
 
 @dataclass(frozen=True)
 class Denoised:
-    """One sweep behind one block: what it read, and what it made of it."""
+    """A sweep after one block: the z that it read, and its posterior."""
 
     joint: JointDenoising
     block: int
@@ -32,18 +32,18 @@ class Denoised:
     posterior: Tensor  # (length, 256), log-probabilities
 
     def z_for(self, following: int) -> Tensor:
-        """z as the block that comes next wants it, whichever that is."""
+        """z at the sigma of the block that follows."""
         return self.joint.onward(self.z, self.posterior, self.block, following)
 
 
 def choose_bytes(posterior: Tensor, sampling: Sampling) -> Tensor:
-    """A byte for every position of (length, 256): the likeliest, or one drawn from it."""
+    """A byte for every position of (length, 256): the likeliest, or a sample."""
     generator = torch.Generator().manual_seed(sampling.seed ^ _CHOICE)
     return choose_rows(posterior.cpu(), sampling, generator)
 
 
 def require_denoising(run: Run) -> None:
-    """A `UsageError` if the run's blocks have never denoised."""
+    """Raise `UsageError` if the run's blocks are not trained for joint denoising."""
     if not run.denoises:
         raise UsageError(
             "this model was not trained for the mode denoise",
@@ -55,7 +55,7 @@ def require_denoising(run: Run) -> None:
 def write(model: ComposedModel, prompt: bytes, length: int, sampling: Sampling) -> bytes:
     """`length` bytes that follow the prompt, half a context or more per traversal of the blocks.
 
-    Even greedy bytes depend on the seed: it makes the noise that the text comes from.
+    Greedy output depends on the seed too, since it starts from noise.
     """
     require_denoising(model.run)
     joint = JointDenoising(model.run, model.targets)
@@ -74,7 +74,7 @@ def traverse(
 ) -> Tensor:
     """The last block's posterior of `length` bytes (length, 256), after one pass of all blocks.
 
-    A missing block leaves no gap: the one before it steps down to the next that is there.
+    Missing blocks are skipped: z steps down to the next block that is there.
     """
     there = [(index, block) for index, block in enumerate(model.blocks) if block is not None]
     known = torch.tensor([list(context)], device=model.device)

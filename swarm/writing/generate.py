@@ -1,7 +1,4 @@
-"""Writing bytes with a composed model: greedy or sampled, with key/value caches.
-
-Knows nothing of text encodings or terminals; it yields one byte at a time.
-"""
+"""Writing bytes with a composed model one at a time, greedy or sampled, with key/value caches."""
 
 from __future__ import annotations
 
@@ -17,7 +14,7 @@ from swarm.learning.composition import ComposedModel
 
 @dataclass(frozen=True)
 class Sampling:
-    """temperature 0 is greedy; top_k 0 keeps all bytes."""
+    """How bytes are chosen. temperature 0: greedy; top_k 0: all bytes are kept."""
 
     temperature: float = 0.8
     top_k: int = 0
@@ -38,7 +35,7 @@ class Sampling:
                 "the model's prediction is not a number: its weights are too large",
                 "take another model, or train this one with a lower learning rate",
             )
-        # From the highest down: a tiny temperature must not make all of them -inf.
+        # Relative to the highest: a tiny temperature must not make all of them -inf.
         scaled = (log_probs - log_probs.max()).cpu().double() / self.temperature
         if self.top_k:
             kept = scaled.topk(self.top_k).values[-1]
@@ -49,12 +46,12 @@ class Sampling:
 def generate(model: ComposedModel, prompt: bytes, length: int, sampling: Sampling) -> Iterator[int]:
     """Yield `length` bytes that follow the prompt.
 
-    Positions beyond the trained context do not exist for the model, so when the context is full
-    the newest half of it is read again and the caches start anew.
+    The model has no positions beyond its trained context: when the context is full, its newest half
+    is read again with new caches.
     """
     context = model.run.model.context
     generator = torch.Generator().manual_seed(sampling.seed)
-    written = list(prompt[-context:]) or [ord("\n")]  # there is always one byte to go on from
+    written = list(prompt[-context:]) or [ord("\n")]  # the model needs at least one byte
     caches = model.new_caches()
     pending, held = written, 0
     for _ in range(length):

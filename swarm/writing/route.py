@@ -1,7 +1,7 @@
-"""Which hosts a sweep goes through: versions that belong together, the nearest and idlest replicas.
+"""The route of a sweep: versions that were trained together, on the nearest and idlest replicas.
 
-Decides from what hosts say of themselves and what was measured of them. Knows nothing of how it
-was asked. A host that once failed is tried last, not never: it may be the only one.
+Chosen from the hosts' own offers and from measurements. A host that failed before is tried last,
+but not excluded, since it may be the only one.
 """
 
 from __future__ import annotations
@@ -19,7 +19,7 @@ from swarm.run import Run
 
 @dataclass(frozen=True)
 class Offer:
-    """A host that serves: what it has, how far it is, how busy."""
+    """What a serving host has, its latency, and how busy it is."""
 
     peer: bytes
     versions: tuple[Version, ...]
@@ -36,13 +36,13 @@ class Offer:
 
 @dataclass(frozen=True)
 class Route:
-    """The hops in order, the composition's temperature, and the blocks that nobody serves."""
+    """The hops in order, the composition's temperature, and the blocks without a host."""
 
     hops: tuple[Hop, ...]
     temperature: float
     missing: tuple[int, ...]
-    hop_s: float  # how long a healthy host of this route takes at most
-    latency_s: float = 0.0  # of the furthest of the first peers, there and back
+    hop_s: float  # the longest time that a healthy host of this route takes
+    latency_s: float = 0.0  # round trip to the furthest of the hops' first peers
 
     @property
     def peers(self) -> frozenset[bytes]:
@@ -56,15 +56,15 @@ def choose_route(
     leave_out: Collection[int] = (),
     first: Mapping[int, bytes] = {},
 ) -> Route | None:
-    """The route to take now, or None if nobody serves anything.
+    """The route to take now, or None if no host serves anything.
 
-    `first` are peers to keep for a block: they have the caches.
+    `first`: by block, the peers to prefer because they have the caches.
     """
     chosen = choose_versions(run, offers, leave_out)
     weights, temperature = composition(run, offers)
     missing = tuple(block for block in range(run.model.blocks) if block not in chosen)
     shares = [0.0 if block in missing else weights[block] for block in range(run.model.blocks)]
-    if not any(shares):  # all of the weight was on missing blocks: the rest answer as equals
+    if not any(shares):  # all weight was on missing blocks: equal weights for the rest
         shares = [0.0 if block in missing else 1.0 for block in range(run.model.blocks)]
     hops, slowest_s, furthest_s = [], 0.0, 0.0
     for block, version in sorted(chosen.items()):
@@ -83,7 +83,7 @@ def choose_route(
 def choose_versions(
     run: Run, offers: Sequence[Offer], leave_out: Collection[int] = ()
 ) -> dict[int, Version]:
-    """Of each block the version that the others were trained with, or the nearest to it."""
+    """For each block the version that the others were trained with, or the nearest to it."""
     holders: Counter[Version] = Counter(version for o in offers for version in set(o.versions))
     by_block: dict[int, list[Version]] = {}
     for version in holders:
@@ -103,7 +103,7 @@ def choose_versions(
 
 
 def composition(run: Run, offers: Sequence[Offer]) -> tuple[tuple[float, ...], float]:
-    """Weights and temperature as most hosts say; without a majority the run's own."""
+    """Weights and temperature that more than half of the hosts report; otherwise the default."""
     said = Counter(
         (offer.weights, offer.temperature)
         for offer in offers

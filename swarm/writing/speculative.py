@@ -1,9 +1,9 @@
-"""What is kept of drafts once the composed model has judged them. Pure decisions on probabilities.
+"""Which part of a draft is kept, from the composed model's probabilities.
 
 Greedy: the longest prefix on which draft and composed model agree, and the model's own next byte:
-the composed model's greedy output, byte for byte. Sampled: speculative sampling, which keeps the
-composed model's distribution whatever the drafts came from. One sweep: whole drafts, of which one
-is taken: the likeliest, or one drawn by its importance. Knows nothing of blocks or hosts.
+exactly the composed model's greedy output. Sampled: speculative sampling, which keeps the composed
+model's distribution for any drafter. One sweep: one of several whole drafts, the likeliest or one
+drawn by its importance weight.
 """
 
 from __future__ import annotations
@@ -17,9 +17,8 @@ from swarm.writing.generate import Sampling
 
 
 def sampled_log_probs(log_probs: Tensor, sampling: Sampling) -> Tensor:
-    """What `Sampling.choose` draws from: log-probabilities (..., 256) in float64, on the CPU.
-
-    With temperature 0 everything is on the likeliest byte.
+    """The distribution that `Sampling.choose` draws from: log-probabilities (..., 256) in float64,
+    on the CPU. With temperature 0 all probability is on the likeliest byte.
     """
     log_probs = log_probs.cpu()  # not every device has float64, and generators are the CPU's
     if sampling.temperature == 0.0:
@@ -43,9 +42,9 @@ def choose_rows(log_probs: Tensor, sampling: Sampling, generator: torch.Generato
 
 
 def accept_greedy(draft: Sequence[int], best: Sequence[int]) -> list[int]:
-    """The draft as far as it is the model's own, then the model's next byte.
+    """The draft's prefix that the model would write too, then the model's next byte.
 
-    `best` has the model's choice after each prefix of the draft, one more than the draft is long.
+    `best`: the model's choice after each prefix of the draft, the whole draft included.
     """
     agreed = 0
     while agreed < len(draft) and draft[agreed] == best[agreed]:
@@ -60,13 +59,13 @@ def accept_sampled(
     sampling: Sampling,
     generator: torch.Generator,
 ) -> list[int]:
-    """Speculative sampling of one draft; at least one byte comes out.
+    """Speculative sampling of one draft; returns at least one byte.
 
     `drafted` (length, 256) are the log-probabilities that the draft was drawn from under the same
-    `sampling`, `log_probs` (length + 1, 256) those of the model. The draft is verified as a whole
-    (Sun et al., "Block verification accelerates speculative decoding"): a prefix is kept by the
-    probability of all of it, so that a byte that the model likes more makes up for one that it
-    likes less. The result is distributed as p, exactly, and is never shorter on average than if
+    `sampling`, `log_probs` (length + 1, 256) those of the model. The draft is verified as a block
+    (Sun et al., "Block verification accelerates speculative decoding"): a prefix is kept by its
+    joint probability, so that a byte that the model finds likelier makes up for one that it finds
+    less likely. The result is distributed exactly as p, and on average is never shorter than if
     each byte were kept with min(1, p / q).
     """
     p = sampled_log_probs(log_probs, sampling).exp()
@@ -79,38 +78,38 @@ def accept_sampled(
 
 
 def prefix_chances(draft: Sequence[int], p: Tensor, q: Tensor) -> tuple[list[float], list[float]]:
-    """The weight of every prefix of the draft, from the empty one on, and the chance that a prefix
-    (from one byte on) is kept; the longest that is lucky stays."""
+    """The weight of every prefix of the draft (from the empty one on), and the probability of
+    accepting each prefix (from one byte on). The longest accepted prefix is kept."""
     weights, chances = [1.0], []
     for place, byte in enumerate(draft):
         wanted, said = float(p[place, byte]), float(q[place, byte])
-        # A drafter that says it could not have drawn this byte lies; the model decides.
+        # q = 0 for a drafted byte is false: the model alone decides.
         weights.append(min(1.0, weights[-1] * wanted / said) if said else float(wanted > 0))
         if place + 1 == len(draft):
             chances.append(weights[-1])
             break
         more = float((weights[-1] * p[place + 1] - q[place + 1]).clamp_min(0.0).sum())
         missing = more + 1.0 - weights[-1]
-        chances.append(more / missing if missing > 0.0 else 1.0)  # p is q, here and after it
+        chances.append(more / missing if missing > 0.0 else 1.0)  # p = q
     return weights, chances
 
 
 def left_over(weight: float, p: Tensor, q: Tensor) -> Tensor:
-    """What the byte behind a kept prefix is drawn from: what p has more than q."""
+    """The distribution of the byte after a kept prefix: the excess of p over q."""
     left = (weight * p - q).clamp_min(0.0)
-    return left if float(left.sum()) > 0.0 else p  # p is q but for rounding
+    return left if float(left.sum()) > 0.0 else p  # p = q up to rounding
 
 
 def best_draft(scores: Tensor) -> int:
-    """The draft that the composed model finds likeliest. `scores` is (drafts, length)."""
+    """The index of the likeliest draft under the composed model. `scores` is (drafts, length)."""
     return int(scores.double().sum(-1).argmax())
 
 
 def importance(scores: Tensor, drafted: Tensor) -> Tensor:
-    """The drafts' probabilities of being taken: p / q of each whole draft, normalised.
+    """The probability of taking each draft: p / q of the whole draft, normalised.
 
-    `scores` (drafts, length) are of each byte, `drafted` (drafts,) of each draft. With many drafts
-    the one taken is distributed as p; with one it is the drafter's own.
+    `scores` (drafts, length): log p of each byte. `drafted` (drafts,): log q of each draft. With
+    many drafts the result is distributed as p, with one as q.
     """
     ratio = scores.double().sum(-1) - drafted.double()
     return ratio.softmax(-1)

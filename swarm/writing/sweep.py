@@ -1,8 +1,8 @@
-"""One block's part of a sweep: drafting, scoring what goes by, composing on the way, denoising.
+"""One block's part of a sweep: drafting, scoring drafts, adding to the composition, denoising.
 
-Decides how contexts and drafts go through a block (with caches, several sweeps of one shape at
-once) and how the composed log-probabilities grow from hop to hop. The same numbers come out as
-from `ComposedModel.log_probs` on the whole text. Knows nothing of hosts, streams or sessions.
+Contexts and drafts go through a block with caches, several sweeps of one shape at once, and the
+composed log-probabilities are accumulated from hop to hop. The results are the same as of
+`ComposedModel.log_probs` on the whole text.
 """
 
 from __future__ import annotations
@@ -24,12 +24,12 @@ from swarm.writing.speculative import choose_rows, sampled_log_probs
 
 Cache = list[LayerCache]
 
-SPREAD = 0.5  # temperature of greedy one-sweep's further drafts: likely texts, but not the same
+SPREAD = 0.5  # temperature of a greedy one-sweep's drafts after the first: likely, but different
 
 
 @dataclass(frozen=True)
 class Passage:
-    """One sweep as a block sees it. The drafter gets it with no draft, the others with all."""
+    """The input and output of a block in one sweep. The drafting block gets it without drafts."""
 
     context: Tensor  # (context,) of int64
     drafts: Tensor  # (drafts, length) of int64
@@ -38,15 +38,15 @@ class Passage:
     state: Tensor | None = None  # (drafts, scored, 256), normalised
     weight: float = 0.0  # of the blocks in `state`
     drafted: Tensor | None = None  # (drafts, length, 256): what the drafts were drawn from
-    z: Tensor | None = None  # (length, width), of joint denoising: as it came
-    denoised: Denoised | None = None  # and what the block made of it
+    z: Tensor | None = None  # (length, width): input of joint denoising
+    denoised: Denoised | None = None  # and its output
 
 
 @dataclass(frozen=True)
 class DraftOrder:
-    """What the drafter is asked for. Of greedy drafts only the first is greedy: the others would
-    be the same. Drafts are drawn at the composition's temperature, `composed`: as the whole model
-    would draw, and so more of them are kept."""
+    """What the drafter is asked for. Of greedy drafts only the first is greedy, since the others
+    would be the same. Drafts are drawn at the composition's temperature, `composed`, as the whole
+    model would draw, so that more of them are kept."""
 
     drafts: int
     length: int
@@ -76,7 +76,7 @@ def draft(
     bonus: bool,
     cache: Cache | None = None,
 ) -> list[Passage]:
-    """Write the drafts of several sweeps whose contexts and orders have one shape."""
+    """Write the drafts of several sweeps, all with contexts and orders of the same shape."""
     return next(draft_parts(block, passages, orders, weight, bonus, 1, cache))
 
 
@@ -90,10 +90,10 @@ def draft_parts(
     parts: int,
     cache: Cache | None = None,
 ) -> Iterator[list[Passage]]:
-    """The same, part by part as they are written; only the first has the context in it.
+    """The same, part by part as they are written; only the first part contains the context.
 
-    All drafted bytes are read again as input, the last one too: the next sweep needs it in the
-    cache if it is accepted, and the hosts after this one its hidden state.
+    Each drafted byte is also read as input, the last one too: the next sweep needs it in the cache
+    if it is accepted, and the next hosts need its hidden state.
     """
     cache = block.new_cache() if cache is None else cache
     rows, length = orders[0].drafts, orders[0].length
@@ -128,7 +128,7 @@ def draft_parts(
 
 
 def joined(parts: Sequence[Passage]) -> Passage:
-    """What was drafted part by part, as one."""
+    """Drafted parts as one passage."""
     first, *rest = parts
     if not rest:
         return first
@@ -153,11 +153,12 @@ def score(
     cache: Cache | None = None,
     last: Tensor | None = None,
 ) -> list[Passage]:
-    """Pass several sweeps of one shape through a block: new hidden states, and its prediction.
+    """Pass several sweeps of one shape through a block: new hidden states, and the state with the
+    block's prediction added.
 
     A context is read once for all of its drafts. With weight 0 nothing is predicted. A later part
-    comes without a context, and with `last` (sweeps * drafts, 1, width), the hidden state behind
-    the part before it; the rest of that is in the cache.
+    has no context, but `last` (sweeps * drafts, 1, width): the hidden state at the end of the part
+    before, whose keys and values are in the cache.
     """
     rows = passages[0].drafts.shape[0]
     context = torch.stack([passage.context for passage in passages])
@@ -169,7 +170,7 @@ def score(
     if last is not None:
         hidden_context = last.new_zeros(len(passages), 0, block.shape.width)
         hidden_drafts = block.hidden(drafts, relay_drafts, cache)
-    elif rows == 1:  # nothing to share: one forward pass for all
+    elif rows == 1:  # one draft: context and draft in one forward pass
         x, relay = torch.cat([context, drafts], 1), relay_context
         if relay_context is not None and relay_drafts is not None:
             relay = torch.cat([relay_context, relay_drafts], 1)
@@ -199,7 +200,7 @@ def score(
 def denoise(
     joint: JointDenoising, module: Block, block: int, passages: Sequence[Passage]
 ) -> list[Passage]:
-    """Pass several sweeps of one shape, each with its z, through a block that denoises."""
+    """Denoise the z of several sweeps of one shape with a block."""
     context = torch.stack([passage.context for passage in passages])
     z = torch.stack([_there(passage.z) for passage in passages])
     relay: Tensor | None = None
@@ -227,14 +228,14 @@ def finish(passage: Passage, temperature: float) -> Tensor:
 
 
 def byte_scores(log_probs: Tensor, drafts: Tensor, sampling: Sampling) -> Tensor:
-    """The log-probability of each drafted byte, under the sampling if there is one."""
+    """The log-probability of each drafted byte, under the sampling unless it is greedy."""
     if sampling.temperature > 0.0:
         log_probs = sampled_log_probs(log_probs, sampling)
     return log_probs.gather(-1, drafts[..., None].to(log_probs.device))[..., 0]
 
 
 def fan_out(cache: Cache, rows: int) -> None:
-    """Let every text in the cache go on in `rows` ways."""
+    """Repeat every text in the cache `rows` times, once for each draft."""
     if rows == 1:
         return
     for layer in cache:
@@ -248,12 +249,12 @@ def _log_probs(block: Block, hidden: Tensor) -> Tensor:
 
 
 def _scored(log_probs: Tensor, bonus: bool) -> Tensor:
-    """The predictions that count: the one after the whole draft only where it is used."""
+    """The predictions to score. `bonus`: with the one after the whole draft."""
     return log_probs if bonus else log_probs[:, :-1]
 
 
 def _composed(passage: Passage, log_probs: Tensor, weight: float) -> Passage:
-    """The state with one more block in it, normalised again so that the next host can check it."""
+    """Add a block to the state, normalised again so that the next host can check it."""
     if passage.state is None:
         return replace(passage, state=log_probs, weight=weight)
     state = euler_logit([passage.state, log_probs], [passage.weight, weight])

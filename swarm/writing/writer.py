@@ -1,8 +1,8 @@
-"""A client's side of an output: what to ask of the next sweep, and what its answer adds.
+"""The client's side of an output: what the next sweep asks for, and what its result adds.
 
-Decides the windows that the model reads (the same as in `swarm.writing.generate`: a full context
-begins anew with its newest half), how much is drafted, and what hosts have in their caches. Knows
-nothing of routes or streams: whoever sends the sweeps says `restart` when caches were lost.
+Keeps the window that the model reads (as in `swarm.writing.generate`, a full context begins anew
+with its newest half), the length of drafts, and how much hosts have in their caches. The caller
+sends the sweeps, and calls `restart` when caches were lost.
 """
 
 from __future__ import annotations
@@ -19,7 +19,7 @@ from swarm.writing.speculative import accept_greedy, accept_sampled, best_draft,
 
 @dataclass(frozen=True)
 class Ask:
-    """One sweep: after `start` positions in the caches come `context` bytes, then a draft."""
+    """The request of one sweep: after `start` cached positions, `context` bytes, then a draft."""
 
     start: int
     context: bytes
@@ -28,16 +28,16 @@ class Ask:
 
 
 def first_window(prompt: bytes, context: int) -> list[int]:
-    return list(prompt[-context:]) or [ord("\n")]  # there is always one byte to go on from
+    return list(prompt[-context:]) or [ord("\n")]  # the model needs at least one byte
 
 
 def next_window(window: Sequence[int], context: int) -> list[int]:
-    """Positions beyond the trained context do not exist: go on from the newest half."""
+    """The window, or its newest half if it is longer than the trained context."""
     return list(window) if len(window) <= context else list(window[-max(1, context // 2) :])
 
 
 class VerifiedWriter:
-    """Draft, verify, repeat. A draft length of 0 is autoregression."""
+    """Writes by draft and verification, sweep after sweep. Draft length 0 is autoregression."""
 
     def __init__(
         self, prompt: bytes, length: int, context: int, draft_length: int, sampling: Sampling
@@ -54,16 +54,16 @@ class VerifiedWriter:
         return self.left == 0
 
     def ask(self) -> Ask:
-        """The next sweep. Asked again (after a failure), it gets another seed."""
+        """The next sweep. A repeated call, after a failure, gives another seed."""
         self._sweeps += 1
         room = self.context - len(self._window)
-        # The byte after the draft comes for nothing, so one less needs to be drafted.
+        # A verification also gives the byte after the draft, so one less is drafted.
         length = max(0, min(self.draft_length, room, self.left - 1))
         seed = (self.sampling.seed * 1_000_003 + self._sweeps) % 2**53
         return Ask(self._held, bytes(self._window[self._held :]), length, seed)
 
     def restart(self) -> None:
-        """Some host has lost its caches: the next sweep brings the whole window."""
+        """After a host lost its caches: the next sweep contains the whole window."""
         self._held = 0
 
     def hear_greedy(self, drafted: Sequence[int], best: Sequence[int]) -> bytes:
@@ -73,7 +73,7 @@ class VerifiedWriter:
         return self._add(accept_sampled(drafted, q, log_probs, self.sampling, self._generator))
 
     def _add(self, accepted: list[int]) -> bytes:
-        """The last byte is the model's own; the hosts have not read it yet."""
+        """Append accepted bytes; the last is the model's own and not in the hosts' caches yet."""
         accepted = accepted[: self.left]
         self.left -= len(accepted)
         window = [*self._window, *accepted]
@@ -83,7 +83,7 @@ class VerifiedWriter:
 
 
 class SweepWriter:
-    """A whole output per sweep; as many sweeps as the context makes necessary."""
+    """Writes a whole output per sweep, or in several sweeps if the context is too short."""
 
     def __init__(self, prompt: bytes, length: int, context: int, sampling: Sampling) -> None:
         self.left, self.context, self.sampling = length, context, sampling
@@ -104,7 +104,7 @@ class SweepWriter:
         return Ask(0, bytes(window), length, seed)
 
     def hear(self, drafts: Sequence[bytes], scores: Tensor, drafted: Tensor) -> bytes:
-        """Take the likeliest draft, or when sampling one by its importance."""
+        """Take the likeliest draft, or when sampling one drawn by importance."""
         if self.sampling.temperature == 0.0:
             chosen = best_draft(scores)
         else:
@@ -112,7 +112,7 @@ class SweepWriter:
         return self.add(drafts[chosen])
 
     def add(self, written: bytes) -> bytes:
-        """What the last sweep was asked for, with nothing left to choose."""
+        """Append the output of the last sweep."""
         self.left -= len(written)
         self._written = [*self._written, *written][-self.context :]
         return written
