@@ -7,6 +7,7 @@ several workers `node.host.fleet`'s. Imports of torch and hivemind happen inside
 
 from __future__ import annotations
 
+from functools import partial
 from pathlib import Path
 from typing import Any, TypeVar
 
@@ -135,7 +136,7 @@ def seed(run: tuple[str, ...], folder: Path | None, no_train: bool, **options: A
             check_addresses(run)
             if not no_train:
                 _prepare()
-            take_part(_seed_behind(run, folder, typed, not no_train))
+            take_part(partial(_seed_behind, run, folder, typed, not no_train))
         text, home, addresses = _seed_source(run, folder)
         known = homes.invitations_in(home)
         if known and homes.in_use(home):
@@ -145,7 +146,7 @@ def seed(run: tuple[str, ...], folder: Path | None, no_train: bool, **options: A
             return
         if not no_train:
             _prepare()
-        take_part(_at_hand(Part(text, home, addresses, True, typed, trains=not no_train)))
+        take_part(partial(_at_hand, Part(text, home, addresses, True, typed, not no_train)))
 
 
 async def _at_hand(part: Part) -> Part:
@@ -248,7 +249,7 @@ def join(
         return
     with stoppable_at_once():
         _prepare()
-        take_part(_join(address, folder, as_worker, typed))
+        take_part(partial(_join, address, folder, as_worker, typed))
 
 
 async def _join(

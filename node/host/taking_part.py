@@ -14,11 +14,11 @@ import os
 import signal
 import sys
 import time
-from collections.abc import Callable, Coroutine, Iterator
+from collections.abc import Awaitable, Callable, Iterator
 from dataclasses import dataclass, replace
 from functools import partial
 from pathlib import Path
-from typing import TYPE_CHECKING, Any, NoReturn, Protocol, TypeVar
+from typing import TYPE_CHECKING, NoReturn, Protocol, TypeVar
 
 from node.console.amounts import duration_words
 from node.console.terminal import LiveLine, on_terminal, say
@@ -70,7 +70,7 @@ class Member(Protocol):
         """What the live line says."""
 
 
-def take_part(arriving: Coroutine[Any, Any, Part]) -> None:
+def take_part(arriving: Callable[[], Awaitable[Part]]) -> None:
     """Find the run, then take part until asked to leave. Does not return: the process ends."""
     # Imports of seconds, before the loop: there Ctrl-C would wait for their end.
     import node.host.host
@@ -81,10 +81,10 @@ def take_part(arriving: Coroutine[Any, Any, Part]) -> None:
     _end_now(0)  # all is saved, closed and ended
 
 
-async def _take_part(arriving: Coroutine[Any, Any, Part]) -> None:
+async def _take_part(arriving: Callable[[], Awaitable[Part]]) -> None:
     from swarm.runfile import parse
 
-    part = await arriving
+    part = await arriving()
     run_file, options = parse(part.text), part.options
     _log_above(logging.DEBUG if options.verbose else logging.ERROR)
     if part.worker is None and not options.as_json:
