@@ -123,7 +123,7 @@ def read_entries(
 
 
 @dataclass(frozen=True)
-class Verdict:
+class Admission:
     """Whether an offered record is kept, which records it displaced, or why it was refused."""
 
     kept: bool
@@ -205,42 +205,42 @@ class RecordTable:
             return []
         return [signed for signed in held.records.values() if signed.expiration_s > now_s]
 
-    def offer(self, signed: SignedRecord, now_s: float) -> Verdict:
+    def offer(self, signed: SignedRecord, now_s: float) -> Admission:
         """Keep or refuse a *verified* record. Time is bounded by records_per_key."""
         if self._runs and signed.record.run not in self._runs:
-            return Verdict(False, reason="another run")
+            return Admission(False, reason="another run")
         if self._blocks is not None and self._blocks <= signed.record.block != BLOCK_NONE:
-            return Verdict(False, reason="a block that the run does not have")
+            return Admission(False, reason="a block that the run does not have")
         held = self._keys.get(signed.key)
         if held is None:
             return self._begin_key(signed, now_s)
         previous = held.records.get(signed.subkey)
         if previous is not None and signed.freshness <= previous.freshness:
-            return Verdict(False, reason="older than the record held")
+            return Admission(False, reason="older than the record held")
         self._breadth[signed.subkey] += previous is None
         held.put(signed)
         if len(held.records) <= self._records_per_key:
-            return Verdict(True)
+            return Admission(True)
         evicted = held.dead(now_s) or (held.superfluous(signed.subkey),)
         for subkey in evicted:
             held.drop(subkey)
         self._narrow(evicted)
         if signed.subkey in evicted:
-            return Verdict(False, reason="its network has its share of this key already")
-        return Verdict(True, evicted)
+            return Admission(False, reason="its network has its share of this key already")
+        return Admission(True, evicted)
 
-    def _begin_key(self, signed: SignedRecord, now_s: float) -> Verdict:
+    def _begin_key(self, signed: SignedRecord, now_s: float) -> Admission:
         evicted: tuple[bytes, ...] = ()
         if len(self._keys) >= self._max_keys:
             key = self._dead_key(now_s) or self._widest_key(self._breadth.get(signed.subkey, 0) + 1)
             if key is None:
-                return Verdict(False, reason="too many keys")
+                return Admission(False, reason="too many keys")
             evicted = tuple(self._keys.pop(key).records)
             self._narrow(evicted)
         held = self._keys[signed.key] = _Key()
         held.put(signed)
         self._breadth[signed.subkey] += 1
-        return Verdict(True, evicted)
+        return Admission(True, evicted)
 
     def _dead_key(self, now_s: float) -> bytes | None:
         for key, held in self._keys.items():

@@ -18,7 +18,7 @@ from typing import TYPE_CHECKING, Any, TypeVar
 import click
 
 from node.commands.light import short_peer
-from node.commands.options import Place
+from node.commands.options import PathOption
 from node.console.amounts import size_words
 from node.console.results import Facts, print_evaluation, print_json, table_lines
 from node.console.terminal import DownloadDisplay, say
@@ -37,7 +37,7 @@ JSON_HELP = "One JSON object on stdout; with --watch one in every line."
 
 @click.command(short_help="Put the blocks of a run together into one model.")
 @click.argument("address", nargs=-1, required=True)
-@click.option("-o", "--out", type=Place(), required=True, help="Model folder to write.")
+@click.option("-o", "--out", type=PathOption(), required=True, help="Model folder to write.")
 @click.option("--watch", is_flag=True, help="Go on every round; keep the best by held-out CE.")
 @click.option("--fit", is_flag=True, help="Fit the blocks' weights on held-out bytes.")
 @click.option(
@@ -156,7 +156,7 @@ def print_assembly(facts: Facts) -> None:
 @click.argument("address", nargs=-1)
 @click.option(
     "--folder",
-    type=Place(),
+    type=PathOption(),
     help="Without ADDRESS: of the run of this host's folder (default: the one used last).",
 )
 @click.option(

@@ -7,7 +7,7 @@ from typing import TYPE_CHECKING, Any
 
 import click
 
-from node.commands.options import Place
+from node.commands.options import PathOption
 from node.console.amounts import duration_words, size_words
 from node.console.results import print_json
 from node.console.terminal import say
@@ -20,7 +20,7 @@ if TYPE_CHECKING:
 @click.option(
     "-o",
     "--out",
-    type=Place(),
+    type=PathOption(),
     default=Path("runs/demo"),
     show_default=True,
     help="Folder for the hosts, the model and the report; what is there is replaced.",

@@ -67,7 +67,7 @@ def demo_run(rounds: int = ROUNDS, period_s: float = PERIOD_S) -> RunFile:
 
 
 @dataclass
-class Worker:
+class DemoWorker:
     """One process of the swarm, and what it said."""
 
     name: str
@@ -139,10 +139,10 @@ class DemoSwarm:
 
     def __init__(self, folder: Path) -> None:
         self.folder = folder
-        self.workers: list[Worker] = []
+        self.workers: list[DemoWorker] = []
         self.ctrl_c = CtrlC()
 
-    def start(self, name: str, *arguments: str) -> Worker:
+    def start(self, name: str, *arguments: str) -> DemoWorker:
         command = [sys.executable, "-m", "node.cli", *arguments, "--json", "--threads", "1"]
         command += ["--folder", str(self.folder / name), "--listen", "127.0.0.1"]
         process = subprocess.Popen(
@@ -154,7 +154,7 @@ class DemoSwarm:
             start_new_session=True,
             preexec_fn=leave_with_parent,
         )
-        worker = Worker(name, process)
+        worker = DemoWorker(name, process)
         worker.listen()
         self.workers.append(worker)
         return worker
@@ -277,7 +277,7 @@ def run_demo(folder: Path, say: Callable[[str], None], run: RunFile) -> dict[str
     return figures
 
 
-def _host_facts(worker: Worker) -> dict[str, Any]:
+def _host_facts(worker: DemoWorker) -> dict[str, Any]:
     """What a host did, and what its own weights and its block's consensus came to."""
     rounds = worker.rounds
     own = [event.local_ce_nats for event in rounds if event.local_ce_nats is not None]
@@ -292,7 +292,7 @@ def _host_facts(worker: Worker) -> dict[str, Any]:
     }
 
 
-def _lag_nats(worker: Worker) -> float | None:
+def _lag_nats(worker: DemoWorker) -> float | None:
     """How far the consensus was behind the host's own weights when both were measured last."""
     for event in reversed(worker.rounds):
         if event.local_ce_nats is not None and event.consensus_ce_nats is not None:

@@ -10,9 +10,9 @@ from pathlib import Path
 
 import click
 
-from node.commands.options import Place
+from node.commands.options import PathOption
 from node.console.results import print_json
-from node.doctor.examine import Check, Plan, examine, facts, well
+from node.doctor.examine import Check, Examination, examine, facts, well
 from node.machine.event_loop import run_loop
 
 MARKS = {"ok": "ok  ", "warning": "WARN", "failed": "FAIL", "skipped": "-   "}
@@ -27,7 +27,7 @@ MARKS = {"ok": "ok  ", "warning": "WARN", "failed": "FAIL", "skipped": "-   "}
     help="The TCP port that your host has, or will have (default: any free one).",
 )
 @click.option("--listen", multiple=True, metavar="IP", help="IP to listen on (default: all).")
-@click.option("--folder", type=Place(), help="Where the host's state is, or will be.")
+@click.option("--folder", type=PathOption(), help="Where the host's state is, or will be.")
 @click.option("--json", "as_json", is_flag=True, help="One JSON object on stdout.")
 def doctor(
     address: tuple[str, ...],
@@ -55,7 +55,7 @@ def doctor(
         split_peer(text)
     listening_on(listen, port)  # refuses what is no IP
     hear = (lambda check: None) if as_json else show
-    found = run_loop(examine(Plan(address, port, listen, folder), hear))
+    found = run_loop(examine(Examination(address, port, listen, folder), hear))
     if as_json:
         print_json(facts(found))
     else:

@@ -18,7 +18,7 @@ from typing import TYPE_CHECKING, Any
 
 import click
 
-from node.commands.options import FiniteRange, Place
+from node.commands.options import FiniteRange, PathOption
 from node.console.results import Facts, print_json
 from node.console.terminal import say
 from node.machine.event_loop import run_loop
@@ -45,7 +45,7 @@ MODES = ("one-sweep", "exact", "autoregressive")
 )
 @click.option(
     "--api-key-file",
-    type=Place(),
+    type=PathOption(),
     help=f"File with the key that clients must send (or set {KEY_VARIABLE}).",
 )
 @click.option(
@@ -219,7 +219,7 @@ async def _unless(stop: asyncio.Event, work: Any) -> Any:
 
 
 def _settings(model: str, key: str | None, options: Mapping[str, Any]) -> GatewaySettings:
-    from node.gateway.outputs import Plan
+    from node.gateway.outputs import OutputPlan
     from node.gateway.request import Limits
     from node.gateway.server import GatewaySettings
 
@@ -233,7 +233,7 @@ def _settings(model: str, key: str | None, options: Mapping[str, Any]) -> Gatewa
         at_once=options["at_once"],
         request_s=options["time_limit"],
     )
-    plan = Plan(mode, options["drafts"], draft_length)
+    plan = OutputPlan(mode, options["drafts"], draft_length)
     return GatewaySettings(model, options["host"], options["port"], key, plan, limits)
 
 

@@ -12,7 +12,7 @@ from typing import TYPE_CHECKING
 
 import click
 
-from node.commands.options import Place
+from node.commands.options import PathOption
 from node.console.amounts import duration_words, size_words
 from protocol.errors import UsageError
 from swarm.run_template import PRESETS, Wishes, emit, preset
@@ -22,7 +22,7 @@ if TYPE_CHECKING:
 
 
 @click.command(short_help="Write a run file to start a swarm with.")
-@click.argument("path", type=Place(dir_okay=False), default="run.toml")
+@click.argument("path", type=PathOption(dir_okay=False), default="run.toml")
 @click.option(
     "--preset",
     "preset_name",

@@ -12,7 +12,7 @@ from typing import Any, TypeVar, get_args
 import click
 from click.core import ParameterSource
 
-from node.commands.options import FiniteRange, Place, meant_as_address
+from node.commands.options import FiniteRange, PathOption, meant_as_address
 from node.commands.serve import generate_from_swarm, is_address, sweep_options
 from node.console.results import print_json, print_training
 from node.console.terminal import ByteWriter
@@ -25,7 +25,7 @@ from swarm.run import Composition, Coupling, Objective, Optimizer
 F = TypeVar("F", bound=Any)
 
 DATA_HELP = "python (this machine's CPython library), wikitext-2, wikitext-103, or a path."
-FOLDER = Place()
+FOLDER = PathOption()
 SIZE = click.IntRange(min=1)
 SEED = click.IntRange(0, 2**62)
 RUN_SEED = click.IntRange(0, 2**32 - 1)  # as `swarm.run.Run` has it

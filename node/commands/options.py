@@ -15,7 +15,7 @@ import click
 LARGEST = 1e12  # more is a slip of the finger, and in bytes it is still a finite number
 
 
-class Place(click.Path):
+class PathOption(click.Path):
     """A file or folder. An empty name, as of an unset variable, is not the current folder."""
 
     def __init__(self, **settings: Any) -> None:

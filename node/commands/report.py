@@ -14,7 +14,7 @@ from typing import TYPE_CHECKING, Any
 
 import click
 
-from node.commands.options import Place
+from node.commands.options import PathOption
 from node.console.amounts import size_words
 from node.console.results import print_json
 from node.console.terminal import say
@@ -33,11 +33,11 @@ MAX_ENTRIES = 100_000
 
 
 @click.command(short_help="What event logs say: GB per nat, CE, participation.")
-@click.argument("folders", nargs=-1, required=True, metavar="FOLDER...", type=Place())
+@click.argument("folders", nargs=-1, required=True, metavar="FOLDER...", type=PathOption())
 @click.option(
     "-o",
     "--out",
-    type=Place(),
+    type=PathOption(),
     default=Path("report.html"),
     show_default=True,
     help="The page: one file, with its plots.",
@@ -46,13 +46,13 @@ MAX_ENTRIES = 100_000
 @click.option(
     "--csv",
     "csv_file",
-    type=Place(),
+    type=PathOption(),
     help="File with a row for every round of every host.",
 )
 @click.option(
     "--png",
     "png_folder",
-    type=Place(),
+    type=PathOption(),
     help='Folder for the plots as files; needs matplotlib: pip install "blockswarm[bench]".',
 )
 def report(

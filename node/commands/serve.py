@@ -14,7 +14,7 @@ from typing import TYPE_CHECKING, Any, TypeVar
 
 import click
 
-from node.commands.options import Place
+from node.commands.options import PathOption
 from node.console.results import Facts, print_json
 from node.console.terminal import ByteWriter, say
 from node.host import home as homes
@@ -71,9 +71,9 @@ def is_address(text: str) -> bool:
 
 @click.command(short_help="Serve blocks of a run or of a model folder, without training.")
 @click.argument("address", nargs=-1)
-@click.option("--model", type=Place(), help="Serve from this model folder.")
+@click.option("--model", type=PathOption(), help="Serve from this model folder.")
 @click.option("--block", type=int, multiple=True, help="Which block (repeatable; default: all).")
-@click.option("--folder", type=Place(), help="Where its identity is kept.")
+@click.option("--folder", type=PathOption(), help="Where its identity is kept.")
 @click.option(
     "--port", type=click.IntRange(0, 65535), default=0, help="TCP port (default: any free one)."
 )

@@ -11,7 +11,7 @@ from typing import TYPE_CHECKING, Any
 
 import click
 
-from node.commands.options import FiniteRange, Place
+from node.commands.options import FiniteRange, PathOption
 from node.console.results import print_json
 from node.console.terminal import say
 
@@ -23,7 +23,9 @@ MOST_SEEDS = 100_000
 
 
 @click.command(short_help="Simulate a swarm: real hosts, a made-up network, one seed.")
-@click.argument("scenario_file", metavar="[SCENARIO]", type=Place(dir_okay=False), required=False)
+@click.argument(
+    "scenario_file", metavar="[SCENARIO]", type=PathOption(dir_okay=False), required=False
+)
 @click.option("--hosts", type=click.IntRange(1, 2000), help="Hosts in all (default: 8).")
 @click.option("--blocks", type=click.IntRange(1, 2000), help="Blocks of the model (default: 2).")
 @click.option("--rounds", type=click.IntRange(1, 100_000), help="Rounds of the run (default: 20).")

@@ -15,7 +15,7 @@ import click
 
 from node.commands.options import (
     FiniteRange,
-    Place,
+    PathOption,
     meant_as_address,
 )
 from node.console.terminal import say
@@ -111,7 +111,7 @@ def _host_options(command: C) -> C:
 @click.argument("run", nargs=-1, metavar="[RUN]")
 @click.option(
     "--folder",
-    type=Place(),
+    type=PathOption(),
     help=f"Where its state is kept (default: {STATE}/seed-NAME).",
 )
 @click.option("--no-train", is_flag=True, help="Hold no block: only let others find the run.")
@@ -209,7 +209,7 @@ def _seed_source(run: tuple[str, ...], folder: Path | None) -> tuple[bytes, Path
 @click.argument("address", nargs=-1, required=True)
 @click.option(
     "--folder",
-    type=Place(),
+    type=PathOption(),
     help=f"Where its state is kept (default: {STATE}/ID, ID of the run).",
 )
 @click.option(

@@ -46,7 +46,7 @@ RECEIPT = "receipt.json"
 
 
 @dataclass(frozen=True)
-class Member:
+class ArchiveMember:
     """A wanted file of an archive. It is refused if it is larger than `max_bytes`."""
 
     file_name: str
@@ -61,7 +61,7 @@ class Archive:
     url: str
     size_bytes: int
     sha256: str
-    members: tuple[Member, ...]
+    members: tuple[ArchiveMember, ...]
 
     @property
     def file_name(self) -> str:
@@ -74,9 +74,9 @@ WIKITEXT_2 = Archive(
     size_bytes=4_721_645,
     sha256="ef7edb566e3e2b2d31b29c1fdb0c89a4cc683597484c3dc2517919c615435a11",
     members=(
-        Member("wiki.train.raw", 10_940_747),
-        Member("wiki.valid.raw", 1_146_846),
-        Member("wiki.test.raw", 1_290_590),
+        ArchiveMember("wiki.train.raw", 10_940_747),
+        ArchiveMember("wiki.valid.raw", 1_146_846),
+        ArchiveMember("wiki.test.raw", 1_290_590),
     ),
 )
 
@@ -89,9 +89,9 @@ WIKITEXT_103 = Archive(
     size_bytes=191_984_949,
     sha256="91c00ae287f0d699e18605c84afc9e45c192bc6b7797ff8837e5474655a33794",
     members=(
-        Member("wiki.train.raw", 600_000_000),
-        Member("wiki.valid.raw", 2_000_000),
-        Member("wiki.test.raw", 2_000_000),
+        ArchiveMember("wiki.train.raw", 600_000_000),
+        ArchiveMember("wiki.valid.raw", 2_000_000),
+        ArchiveMember("wiki.test.raw", 2_000_000),
     ),
 )
 
@@ -308,7 +308,7 @@ def unpack(archive: Archive, packed: Path, folder: Path) -> None:
     partial.replace(folder)
 
 
-def _unpack_member(source: zipfile.ZipFile, member: Member, folder: Path) -> str:
+def _unpack_member(source: zipfile.ZipFile, member: ArchiveMember, folder: Path) -> str:
     found = [i for i in source.infolist() if i.filename.rsplit("/", 1)[-1] == member.file_name]
     if len(found) != 1:
         raise DataError(f"the archive holds {member.file_name} {len(found)} times instead of once")

@@ -29,7 +29,7 @@ class Check:
 
 
 @dataclass(frozen=True)
-class Plan:
+class Examination:
     """A user's options: `port` 0 is any free one, empty `listen` is all interfaces."""
 
     addresses: tuple[str, ...] = ()
@@ -59,7 +59,9 @@ async def bounded(name: str, checker: Checker, limit_s: float = CHECK_S) -> list
 _REPORT = "try again when the machine is idle; if it stays, report it with the output of --json"
 
 
-async def examine(plan: Plan, hear: Callable[[Check], None] = lambda check: None) -> list[Check]:
+async def examine(
+    plan: Examination, hear: Callable[[Check], None] = lambda check: None
+) -> list[Check]:
     """Run all checks in order; `hear` is called with each result at once."""
     from node.doctor import machine, network
 

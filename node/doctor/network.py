@@ -14,7 +14,7 @@ from pathlib import Path
 from statistics import median
 from typing import TYPE_CHECKING, Any
 
-from node.doctor.examine import Check, Plan
+from node.doctor.examine import Check, Examination
 from protocol.errors import BlockswarmError
 from protocol.identity import load_or_create, peer_text
 from protocol.limits import CLOCK_SKEW_S
@@ -29,7 +29,7 @@ USUAL_PORT = 31337
 HOST_EXTRA = 'pip install "blockswarm[host]"'
 
 
-async def port(plan: Plan) -> Check:
+async def port(plan: Examination) -> Check:
     """Whether a host could listen on the port now."""
     from node.network.dial_back import knock
 
@@ -66,7 +66,7 @@ class Met:
     answer: Invited | BaseException
 
 
-async def wire(plan: Plan) -> list[Check]:
+async def wire(plan: Examination) -> list[Check]:
     """Start p2pd; if addresses are given, also check their peers, the clock and reachability."""
     try:
         from node.network.daemon import DaemonError
@@ -92,12 +92,12 @@ async def wire(plan: Plan) -> list[Check]:
             await daemon.stop()
 
 
-def _skipped(plan: Plan, why: str) -> list[Check]:
+def _skipped(plan: Examination, why: str) -> list[Check]:
     names = ("peers", "clock", "reachability") if plan.addresses else ("clock", "reachability")
     return [Check(name, "skipped", f"not checked: {why}") for name in names]
 
 
-async def _start(plan: Plan, identity: Path) -> tuple[Daemon, int, float]:
+async def _start(plan: Examination, identity: Path) -> tuple[Daemon, int, float]:
     """Start p2pd as a host does, or without listening if the port is taken.
 
     Return it, the port that peers are to dial, and the seconds that it took.
@@ -118,7 +118,9 @@ async def _start(plan: Plan, identity: Path) -> tuple[Daemon, int, float]:
     return daemon, knocked_at, loop.time() - began_s
 
 
-async def _peers(daemon: Daemon, plan: Plan, own: Sequence[str], knocked_at: int) -> list[Check]:
+async def _peers(
+    daemon: Daemon, plan: Examination, own: Sequence[str], knocked_at: int
+) -> list[Check]:
     from node.network.addresses import split_peer
     from node.network.invitation import ask_peer
     from protocol.ledger import Ledger
@@ -133,7 +135,7 @@ async def _peers(daemon: Daemon, plan: Plan, own: Sequence[str], knocked_at: int
     found = [await _peer(one) for one in met]
     answered = [one for one in met if not isinstance(one.answer, BaseException)]
     if not answered:
-        return [*found, *_skipped(Plan(), "no peer answers")]
+        return [*found, *_skipped(Examination(), "no peer answers")]
     return [*found, _clock(answered), await _reachable(daemon, answered, own, knocked_at, plan)]
 
 
@@ -174,7 +176,7 @@ def _invited(met: Met) -> Invited:
 
 
 async def _reachable(
-    daemon: Daemon, answered: Sequence[Met], own: Sequence[str], knocked_at: int, plan: Plan
+    daemon: Daemon, answered: Sequence[Met], own: Sequence[str], knocked_at: int, plan: Examination
 ) -> Check:
     """Ask the peers to dial us back, and judge whether we are reachable."""
     from node.network.reachability import door_of, judge, opinions_of

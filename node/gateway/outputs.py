@@ -21,7 +21,7 @@ AHEAD = 64  # pieces buffered for a slow reader, before the outputs have to wait
 
 
 @dataclass(frozen=True)
-class Plan:
+class OutputPlan:
     """How outputs are written. `draft_length` as in `node.serving.output.Order`."""
 
     mode: str = "one-sweep"
@@ -30,7 +30,7 @@ class Plan:
 
 
 @dataclass(frozen=True)
-class Said:
+class SaidTokens:
     """A piece of an output's text. The last one also has its finish reason, size and figures."""
 
     index: int
@@ -43,9 +43,9 @@ class Said:
 class Outputs:
     """Use as `async with Outputs(...) as outputs: async for said in outputs.said()`."""
 
-    def __init__(self, client: SweepClient, wanted: Wanted, plan: Plan) -> None:
+    def __init__(self, client: SweepClient, wanted: Wanted, plan: OutputPlan) -> None:
         self.client, self.wanted, self.plan = client, wanted, plan
-        self._queue: asyncio.Queue[Said | Exception] = asyncio.Queue(AHEAD)
+        self._queue: asyncio.Queue[SaidTokens | Exception] = asyncio.Queue(AHEAD)
         self._tasks: list[asyncio.Task[None]] = []
 
     async def __aenter__(self) -> Outputs:
@@ -59,7 +59,7 @@ class Outputs:
             task.cancel()
         await asyncio.gather(*self._tasks, return_exceptions=True)
 
-    async def said(self) -> AsyncIterator[Said]:
+    async def said(self) -> AsyncIterator[SaidTokens]:
         """Yield all pieces of all outputs. Raises the first error."""
         left = self.wanted.outputs
         while left:
@@ -91,7 +91,7 @@ class Outputs:
         async with aclosing(cast(AsyncGenerator[bytes, None], output.write())) as pieces:
             async for piece in pieces:
                 if sayable := text.add(piece):
-                    await self._queue.put(Said(index, sayable))
+                    await self._queue.put(SaidTokens(index, sayable))
                 if text.stopped:
                     break
         figures = {
@@ -103,4 +103,4 @@ class Outputs:
             "missing_blocks": list(output.figures.missing),
         }
         finish = "stop" if text.stopped else "length"
-        await self._queue.put(Said(index, text.end(), finish, text.size_bytes, figures))
+        await self._queue.put(SaidTokens(index, text.end(), finish, text.size_bytes, figures))

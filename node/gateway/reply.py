@@ -11,7 +11,7 @@ from typing import Any
 
 from aiohttp import web
 
-from node.gateway.outputs import Said
+from node.gateway.outputs import SaidTokens
 from node.gateway.request import INVALID, SERVER, ApiError, Limits, Wanted
 from protocol.errors import BlockswarmError, UsageError
 
@@ -24,7 +24,7 @@ DONE = b"data: [DONE]\n\n"
 log = logging.getLogger("blockswarm.gateway")
 
 
-class Reply:
+class HttpReply:
     """Builds the JSON of one request's answer, and sums up its cost in `facts`."""
 
     def __init__(self, model: str, wanted: Wanted, facts: Facts) -> None:
@@ -38,7 +38,7 @@ class Reply:
         self.facts["prompt_bytes"] = sum(map(len, wanted.prompts))
         self.facts |= {"completion_bytes": 0, "traversals": 0, "failures": 0}
 
-    def choice(self, said: Said) -> Facts:
+    def choice(self, said: SaidTokens) -> Facts:
         choice: Facts = {
             "index": said.index,
             "text": said.text,

@@ -19,11 +19,11 @@ from typing import Any, cast
 from aiohttp import web
 
 from node.gateway.health import Health
-from node.gateway.outputs import Outputs, Plan
+from node.gateway.outputs import OutputPlan, Outputs
 from node.gateway.reply import (
     DONE,
     Facts,
-    Reply,
+    HttpReply,
     api_error,
     down,
     error_response,
@@ -62,7 +62,7 @@ class GatewaySettings:
     host: str = "127.0.0.1"
     port: int = 8000
     key: str | None = field(default=None, repr=False)
-    plan: Plan = field(default_factory=Plan)
+    plan: OutputPlan = field(default_factory=OutputPlan)
     limits: Limits = field(default_factory=Limits)
 
 
@@ -226,7 +226,7 @@ class Gateway:
         wanted = parse_request(await self._body(request), self.settings.model, self.limits)
         facts = request[FACTS]
         facts |= {"outputs": wanted.outputs, "stream": wanted.stream}
-        reply = Reply(self.settings.model, wanted, facts)
+        reply = HttpReply(self.settings.model, wanted, facts)
         with self._places(wanted.outputs):
             async with Outputs(self.client, wanted, self.settings.plan) as outputs:
                 self._open.add(outputs)
@@ -266,7 +266,7 @@ class Gateway:
         finally:
             self.writing -= count
 
-    async def _whole(self, outputs: Outputs, reply: Reply) -> web.Response:
+    async def _whole(self, outputs: Outputs, reply: HttpReply) -> web.Response:
         choices: dict[int, Facts] = {}
         async with self._in_time():
             async for said in outputs.said():
@@ -277,7 +277,7 @@ class Gateway:
         return web.json_response(body)
 
     async def _stream(
-        self, request: web.Request, outputs: Outputs, reply: Reply
+        self, request: web.Request, outputs: Outputs, reply: HttpReply
     ) -> web.StreamResponse:
         """Answer with server-sent events. An error before the first piece is a plain answer."""
         response: web.StreamResponse | None = None

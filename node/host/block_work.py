@@ -24,7 +24,7 @@ from node.host.first_consensus import first_consensus
 from node.host.saving import Saver
 from node.host.settings import HostSettings
 from node.host.state import HostState
-from node.host.training import MakeTrainer, Training
+from node.host.training import BlockTraining, MakeTrainer
 from node.log.copies import Copies
 from node.log.follow import Follower
 from node.machine.going_on import going_on
@@ -70,7 +70,7 @@ class NoteEvent(Protocol):
 
 
 @dataclass(frozen=True)
-class Parts:
+class HostParts:
     """What a host is built of. A simulated host (`node.simulator`) is built of others."""
 
     network: Callable[[NetworkSettings, Callable[[], Status], Callable[[str], None]], Network]
@@ -80,8 +80,8 @@ class Parts:
     numbers: random.Random
 
 
-def live_parts() -> Parts:
-    return Parts(Network, Trainer, Replica, EventLog, random.Random())
+def live_parts() -> HostParts:
+    return HostParts(Network, Trainer, Replica, EventLog, random.Random())
 
 
 @dataclass(frozen=True)
@@ -89,7 +89,7 @@ class Premises:
     """What a host has, whichever block it works on."""
 
     settings: HostSettings
-    parts: Parts
+    parts: HostParts
     run_file: RunFile
     run_id: bytes
     rules: RoundRules
@@ -258,7 +258,7 @@ class BlockWork:
 
     # The training.
 
-    def _new_training(self) -> Training:
+    def _new_training(self) -> BlockTraining:
         settings = self.premises.settings
         spec = settings.data_spec or self.run_file.data.spec
         if spec == "own":
@@ -272,7 +272,7 @@ class BlockWork:
             settings.threads,
             self.run_file.data.sha256,
         )
-        return Training(
+        return BlockTraining(
             self.premises.parts.trainer,
             trainer,
             self.run_file,
@@ -310,7 +310,7 @@ class BlockWork:
             self.say("the run has ended; its consensus is served as long as this host runs")
             self.premises.note("run_ended", f"after {self.run_file.rounds.count} rounds")
 
-    def reported(self, report: act.Report, update_bytes: int) -> None:
+    def reported(self, report: act.RoundReport, update_bytes: int) -> None:
         ages = self.copies.ages(report.round)
         log = self.replica.state.log
         self._log(self.writer.round(self.now_s(), report, log, update_bytes, ages))

@@ -63,7 +63,7 @@ class EventWriter:
     def round(
         self,
         time_s: float,
-        report: act.Report,
+        report: act.RoundReport,
         log: ConsensusLog,
         update_bytes: int,
         copy_ages: tuple[int, ...],

@@ -46,7 +46,7 @@ MAX_STATE_BYTES = 1 << 20
 
 
 @dataclass(frozen=True)
-class Lookup:
+class FoundRun:
     """The run behind some addresses, and how many hosts train each block."""
 
     text: bytes
@@ -102,7 +102,7 @@ def _commands(
 
 
 def blocks_for(
-    home: Path, count: int, memory: int | None, found: Lookup, run_file: RunFile
+    home: Path, count: int, memory: int | None, found: FoundRun, run_file: RunFile
 ) -> list[int]:
     """A block for each worker. Raises `UsageError` if not all of them fit."""
     known = [saved_block(worker_home(home, index)) for index in range(count)]
@@ -151,7 +151,7 @@ async def _until_stopped(supervisor: Supervisor) -> None:
 # Looking the run up.
 
 
-def look_up(addresses: Sequence[str], folder: Path | None) -> Lookup:
+def look_up(addresses: Sequence[str], folder: Path | None) -> FoundRun:
     """In a process of its own. Raises what went wrong there."""
     context = multiprocessing.get_context("spawn")
     ours, theirs = context.Pipe()
@@ -169,7 +169,7 @@ def look_up(addresses: Sequence[str], folder: Path | None) -> Lookup:
         ours.close()
     if "error" in answer:
         raise BlockswarmError(answer["error"], answer["hint"])
-    return Lookup(answer["text"], tuple(answer["replicas"]))
+    return FoundRun(answer["text"], tuple(answer["replicas"]))
 
 
 def _look_up_and_send(
@@ -184,7 +184,7 @@ def _look_up_and_send(
     connection.send_bytes(msgpack.packb(answer))
 
 
-async def _look_up(addresses: tuple[str, ...], folder: Path | None) -> Lookup:
+async def _look_up(addresses: tuple[str, ...], folder: Path | None) -> FoundRun:
     from node.host.joining import run_of
     from node.network.client import guest, run_clock
     from node.network.network import NobodyThere
@@ -198,7 +198,7 @@ async def _look_up(addresses: tuple[str, ...], folder: Path | None) -> Lookup:
             async with visitor.network(text, addresses, lambda _: None, Role(0)) as network:
                 now_s = (await run_clock(network)).run_time_s(time.time())
                 counts = await _hosts(network, run_file, now_s)
-    return Lookup(text, counts)
+    return FoundRun(text, counts)
 
 
 async def _hosts(network: Network, run_file: RunFile, now_s: float) -> tuple[int, ...]:

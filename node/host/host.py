@@ -14,7 +14,7 @@ from collections.abc import Callable, Mapping
 from dataclasses import replace
 
 from node.host.block_choice import UNLIMITED, BlockWatch, choose_block
-from node.host.block_work import BlockWork, Parts, Premises, live_parts
+from node.host.block_work import BlockWork, HostParts, Premises, live_parts
 from node.host.budget import FILE as BUDGET_FILE
 from node.host.budget import DailyBudget
 from node.host.events import EventWriter
@@ -46,7 +46,7 @@ class Host:
     """One host. `run` takes part until it is cancelled."""
 
     def __init__(
-        self, settings: HostSettings, say: Callable[[str], None], parts: Parts | None = None
+        self, settings: HostSettings, say: Callable[[str], None], parts: HostParts | None = None
     ) -> None:
         self.settings, self.say = settings, say
         self.parts = parts or live_parts()

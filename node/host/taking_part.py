@@ -56,7 +56,7 @@ class Part:
     guest: Guest | None = None  # the p2pd that found the run, to go on with
 
 
-class Member(Protocol):
+class Participant(Protocol):
     """What is needed of a host or a seed."""
 
     network: Network
@@ -91,7 +91,7 @@ async def _take_part(arriving: Callable[[], Awaitable[Part]]) -> None:
         _say_beginning(part, run_file)
     make(part.home)
     settings = network_settings(part)
-    member: Member
+    member: Participant
     if part.trains:
         from node.host import block_work
         from node.host.host import Host
@@ -219,7 +219,7 @@ def say_if_over(run_file: RunFile, addresses: tuple[str, ...]) -> None:
 # While it runs.
 
 
-async def _until_stopped(member: Member, part: Part, run_file: RunFile) -> None:
+async def _until_stopped(member: Participant, part: Part, run_file: RunFile) -> None:
     """Run a host until it is asked to leave; then let it, which takes seconds at most."""
     from node.host.host import Host
 
@@ -282,7 +282,7 @@ def _leave_when_asked(work: asyncio.Task[None], view: HostView, with_stdin: bool
 
 @contextlib.contextmanager
 def _live_line(
-    member: Member, part: Part, run_file: RunFile, view: HostView
+    member: Participant, part: Part, run_file: RunFile, view: HostView
 ) -> Iterator[LiveLine | None]:
     rounds = run_file.rounds
     times = RunTimes(rounds.start_s, rounds.period_s, rounds.count)
@@ -301,7 +301,7 @@ async def _refresh(line: LiveLine) -> None:
         line.refresh()
 
 
-async def _invite(member: Member, part: Part) -> None:
+async def _invite(member: Participant, part: Part) -> None:
     """Print the addresses once the network is up."""
     while True:
         await asyncio.sleep(0.2)

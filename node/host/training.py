@@ -26,7 +26,7 @@ _log = logging.getLogger(__name__)
 MakeTrainer = Callable[[TrainerSettings, OnProgress, OnDeath], BlockTrainer]
 
 
-class Training:
+class BlockTraining:
     """One block's training. `tell` writes an event, `say` tells a person, `spawn` runs a task."""
 
     def __init__(

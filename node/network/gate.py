@@ -166,7 +166,7 @@ async def with_backoff(
         await asyncio.sleep(wait_s)
 
 
-class Said:
+class SaidOnce:
     """Tells a person about a condition when it begins and when it ends, not every time it holds."""
 
     def __init__(self, say: Callable[[str], None]) -> None:

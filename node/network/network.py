@@ -24,7 +24,7 @@ from node.network.addresses import from_option, through_relay, to_announce, with
 from node.network.daemon import Daemon, DaemonError, DaemonSettings
 from node.network.dial_back import DialBacks, caller_address
 from node.network.discovery import SALT_BYTES, Discovery, PeerBook, parse_seeds
-from node.network.gate import Backoff, DaemonGone, Gate, Said, with_backoff
+from node.network.gate import Backoff, DaemonGone, Gate, SaidOnce, with_backoff
 from node.network.kept_files import KeptFiles
 from node.network.p2pd_stream import P2pdStream
 from node.network.pace import PacedStream, Rate
@@ -125,8 +125,8 @@ class Network:
             None if rate is None else Rate(rate)
             for rate in (settings.up_bytes_per_s, settings.down_bytes_per_s)
         )
-        self._said_of_daemon = Said(say)
-        self._said_of_peers = Said(say)
+        self._said_of_daemon = SaidOnce(say)
+        self._said_of_peers = SaidOnce(say)
         self._say = say
         self._rng = rng or random.Random()
         self._daemon: Daemon | None = None

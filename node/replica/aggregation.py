@@ -14,7 +14,7 @@ from dataclasses import dataclass
 from node.log.consensus import Consensus
 from node.log.fetch import Quanta
 from node.log.room import Room
-from node.replica.exchange import Held
+from node.replica.exchange import HeldUpdate
 from protocol.log import Entry
 from swarm.consensus.fixed_point import FixedUpdate
 from swarm.consensus.log import ConsensusLog
@@ -43,8 +43,8 @@ class Aggregation:
 
     async def compute(
         self,
-        action: act.Aggregate,
-        held: Mapping[bytes, Held],
+        action: act.ComputeStep,
+        held: Mapping[bytes, HeldUpdate],
         log: ConsensusLog,
         consensus: Consensus,
         same_text: bool = True,
@@ -81,8 +81,8 @@ class Aggregation:
 
 
 def _computed(
-    action: act.Aggregate,
-    held: Mapping[bytes, Held],
+    action: act.ComputeStep,
+    held: Mapping[bytes, HeldUpdate],
     log: ConsensusLog,
     weights: Quanta,
     steps: tuple[FixedUpdate, ...],

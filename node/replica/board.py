@@ -58,7 +58,7 @@ class ReplicaBoard:
         self._stored = False  # whether our last record got into the DHT
         self._addresses: tuple[str, ...] = ()
 
-    async def publish(self, announcement: act.Announce, quiet: Quiet | None = None) -> None:
+    async def publish(self, announcement: act.PublishRecord, quiet: Quiet | None = None) -> None:
         """Show our record to the replicas that we know, and put it into the DHT.
 
         The DHT is for those that do not know us yet: that can wait until it is `quiet`, unless the

@@ -46,7 +46,7 @@ class ReplicaSettings:
 
 
 @dataclass(frozen=True)
-class Held:
+class HeldUpdate:
     """An update that was checked: whose, of which round, as bytes and decoded."""
 
     ref: UpdateRef
@@ -70,7 +70,7 @@ class Exchange:
         self.settings, self.peers, self.run_time_s, self.hear = settings, peers, run_time_s, hear
         self.contributors = contributors  # of the last rounds: those whose votes may count
         self.me = peer_text(identity.peer_id)
-        self._held: dict[bytes, Held] = {}  # by digest
+        self._held: dict[bytes, HeldUpdate] = {}  # by digest
         self._votes: dict[tuple[int, str], SignedVote] = {}  # (round, voter)
         # Everybody hands on everybody's votes: a signature is checked once, not once per peer.
         self._checked: dict[bytes, SignedVote] = {}
@@ -79,14 +79,14 @@ class Exchange:
 
     # Updates.
 
-    def keep(self, held: Held) -> None:
+    def keep(self, held: HeldUpdate) -> None:
         self._held[held.ref.digest] = held
 
     def payload(self, digest: bytes) -> bytes | None:
         held = self._held.get(digest)
         return held.payload if held else None
 
-    def held_as(self, ref: UpdateRef) -> Held | None:
+    def held_as(self, ref: UpdateRef) -> HeldUpdate | None:
         """The update of this name, if it is this sender's."""
         held = self._held.get(ref.digest)
         return held if held is not None and held.ref == ref else None
@@ -150,7 +150,7 @@ class Exchange:
             update = await asyncio.to_thread(codec.decode, payload, block, number, sender)
         except WireError as error:
             return act.UpdateArrived(ref, refused=error.message)
-        self.keep(Held(ref, number, payload, update))
+        self.keep(HeldUpdate(ref, number, payload, update))
         return act.UpdateArrived(ref)
 
     # Votes.

@@ -23,7 +23,7 @@ from node.log.catch_up import consensus_at
 from node.log.consensus import Consensus
 from node.log.fetch import FetchError, LogFetcher, Peers, Quanta
 from node.replica.aggregation import Aggregation
-from node.replica.exchange import Exchange, Held, ReplicaSettings
+from node.replica.exchange import Exchange, HeldUpdate, ReplicaSettings
 from node.replica.own_updates import OwnUpdate
 from node.replica.running_weights import Moment, Parts, RunningWeights, Weights
 from protocol.digests import weights_digest
@@ -53,7 +53,7 @@ class Board(Protocol):
     """What is needed of discovery: say what we are."""
 
     async def publish(
-        self, announcement: act.Announce, quiet: Callable[[], Awaitable[None]]
+        self, announcement: act.PublishRecord, quiet: Callable[[], Awaitable[None]]
     ) -> None:
         """Show our record to the replicas that we know; when it is `quiet`, also to the DHT."""
 
@@ -63,7 +63,7 @@ class Listener(Protocol):
 
     def round_began(self, number: int) -> None: ...
 
-    def reported(self, report: act.Report, update_bytes: int) -> None: ...
+    def reported(self, report: act.RoundReport, update_bytes: int) -> None: ...
 
     def stepped(self, entry: Entry) -> None: ...
 
@@ -250,7 +250,7 @@ class Replica:
                     parts = []
                     if not self.muted:
                         self._make_update(action)
-                case _ if self.muted and not isinstance(action, act.Aggregate | act.Report):
+                case _ if self.muted and not isinstance(action, act.ComputeStep | act.RoundReport):
                     self._keep_quiet(action)
                 case _:
                     self._carry_out_one(action)
@@ -266,7 +266,7 @@ class Replica:
 
     def _carry_out_one(self, action: act.Action) -> None:
         match action:
-            case act.Announce():
+            case act.PublishRecord():
                 self._sent_bytes = action.size_bytes
                 self._spawn(self.board.publish(action, self._decided_or_late))
             case act.Pull():
@@ -280,11 +280,11 @@ class Replica:
             case act.AskVotes(number, to):
                 for peer in to:
                     self._spawn(self.exchange.exchange_votes(peer, number, b""))
-            case act.Aggregate():
+            case act.ComputeStep():
                 self._spawn(self._aggregate(action))
             case act.FetchConsensus():
                 self._spawn(self._fetch(action))
-            case act.Report():
+            case act.RoundReport():
                 self.listener.reported(action, self._sent_bytes)
                 self._sent_bytes = 0
 
@@ -315,7 +315,7 @@ class Replica:
         async def use(rest: Unsent) -> tuple[UpdateRef, OwnUpdate]:
             payload, update = await asyncio.to_thread(self.encode, rest, log, action.round)
             ref = UpdateRef(update_digest(payload), self.me)
-            self.exchange.keep(Held(ref, action.round, payload, update))
+            self.exchange.keep(HeldUpdate(ref, action.round, payload, update))
             self.hear(act.UpdateReady(action.round, ref, len(payload)))
             return ref, OwnUpdate(action.round, update, payload)
 
@@ -358,7 +358,7 @@ class Replica:
 
     # The consensus.
 
-    async def _aggregate(self, action: act.Aggregate) -> None:
+    async def _aggregate(self, action: act.ComputeStep) -> None:
         log, consensus = self.state.log, self.consensus
         held = [self.exchange.held_as(ref) for ref in action.refs]
         if log.head.digest != action.base or any(h is None for h in held):

@@ -19,8 +19,8 @@ from itertools import pairwise
 from typing import Any
 
 from node.report.hosts import (
+    HostMoment,
     HostRow,
-    Moment,
     RoundRow,
     distinct_heads,
     host_rows,
@@ -112,7 +112,7 @@ class RunReport:
     hosts: tuple[HostRow, ...]
     series: tuple[CeSeries, ...]
     heads: dict[tuple[int, int], int]  # (block, round of the consensus): distinct heads
-    moments: tuple[Moment, ...]
+    moments: tuple[HostMoment, ...]
     rows: tuple[RoundRow, ...]
     notes: tuple[str, ...]
 

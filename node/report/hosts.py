@@ -46,7 +46,7 @@ class HostRow:
 
 
 @dataclass(frozen=True)
-class Moment:
+class HostMoment:
     """An event of the timeline: a restart, a move, an exclusion."""
 
     seconds: float
@@ -116,25 +116,25 @@ def distinct_heads(rounds: Sequence[RoundEvent]) -> dict[tuple[int, int], int]:
     return {key: len(named[key]) for key in sorted(named) if len(hosts[key]) > 1}
 
 
-def timeline(events: Sequence[LogEvent]) -> list[Moment]:
+def timeline(events: Sequence[LogEvent]) -> list[HostMoment]:
     start = events[0].time_s
     found = []
     for e in events:
         if isinstance(e, NodeEvent):
             facts = ", ".join(f"{name}={value}" for name, value in e.facts.items())
             detail = " ".join(part for part in (e.detail, facts) if part)
-            found.append(Moment(e.time_s - start, e.peer, e.what, detail))
+            found.append(HostMoment(e.time_s - start, e.peer, e.what, detail))
         elif isinstance(e, MoveEvent):
             how = ", from a snapshot" if e.from_snapshot else ""
             detail = (
                 f"block {e.block}, round {e.round}: {e.mode}, {e.rolled_back} steps of the log "
                 f"undone and {e.applied} made{how}, to {e.after[:12]}"
             )
-            found.append(Moment(e.time_s - start, e.peer, "moved", detail))
+            found.append(HostMoment(e.time_s - start, e.peer, "moved", detail))
         elif isinstance(e, TrustEvent):
             detail = (
                 f"block {e.block}, round {e.round}: {e.about} until round {e.until_round}: "
                 f"{e.reason}"
             )
-            found.append(Moment(e.time_s - start, e.peer, "excluded", detail))
+            found.append(HostMoment(e.time_s - start, e.peer, "excluded", detail))
     return found

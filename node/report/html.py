@@ -12,7 +12,7 @@ from collections.abc import Iterable, Sequence
 from node.console.amounts import size_words
 from node.report.figures import COUNT_SENT, UNIFORM_CE_NATS, CePoint, RunReport
 from node.report.hosts import RoundRow
-from node.report.svg import Line, bar_chart, byte_unit, clean, line_chart, strips
+from node.report.svg import Curve, bar_chart, byte_unit, clean, line_chart, strips
 
 MAX_ROWS = 300  # of a table; --json has all
 MAX_BLOCK_LINES = 7  # of a plot, beside the mean
@@ -223,7 +223,7 @@ def _plots(groups: Sequence[tuple[str, list[Series]]], report: RunReport | None 
         largest = max((_cost(p, axis, in_bytes) for p in every), default=0.0)
         factor, label = _axis(axis, largest, in_bytes)
         lines = [
-            Line(
+            Curve(
                 f"{name}, {which}" if several else which,
                 index if several else color,
                 [(_cost(p, axis, in_bytes) / factor, p.ce_nats) for p in points],

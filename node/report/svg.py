@@ -20,7 +20,7 @@ MAX_STRIPS = 64
 
 
 @dataclass(frozen=True)
-class Line:
+class Curve:
     """A line of a chart. `color` is an index into the page's palette; -1 is the colour of text."""
 
     label: str
@@ -52,7 +52,7 @@ def ticks(low: float, high: float, wanted: int = 5) -> list[float]:
     ]
 
 
-def line_chart(x_label: str, y_label: str, lines: Sequence[Line]) -> str:
+def line_chart(x_label: str, y_label: str, lines: Sequence[Curve]) -> str:
     """Lines over common axes, with a legend; a sentence if there are no points."""
     points = [point for line in lines for point in line.points]
     if not points:
@@ -86,7 +86,7 @@ def line_chart(x_label: str, y_label: str, lines: Sequence[Line]) -> str:
 
 
 def _line(
-    line: Line, places: Sequence[tuple[float, float]], values: Sequence[tuple[float, float]]
+    line: Curve, places: Sequence[tuple[float, float]], values: Sequence[tuple[float, float]]
 ) -> str:
     color = _color(line.color)
     path = "L".join(f"{u:.1f} {v:.1f}" for u, v in places)
@@ -169,7 +169,7 @@ def _color(index: int) -> str:
     return "ink" if index < 0 else f"c{index % COLORS}"
 
 
-def _legend(lines: Sequence[Line]) -> str:
+def _legend(lines: Sequence[Curve]) -> str:
     items = "".join(
         f'<li><svg viewBox="0 0 22 8" class="swatch"><path class="line {_color(line.color)}'
         f'{" dashed" if line.dashed else ""}" d="M0 4H22"/></svg>{clean(line.label)}</li>'

@@ -14,7 +14,7 @@ from collections.abc import Awaitable, Callable
 from contextlib import suppress
 
 from node.network.network import Network
-from node.serving.streams import PeerStream, StreamPool
+from node.serving.streams import PeerStream, ServingStreams
 from protocol.errors import WireError
 from protocol.frames import Busy, Refused, Stalled, Truncated
 from protocol.messages import ErrorCode, Message
@@ -59,7 +59,7 @@ class Handover:
 
     def __init__(self, network: Network) -> None:
         self.network = network
-        self.pool = StreamPool(network)
+        self.pool = ServingStreams(network)
         # A host of several blocks keeps a sweep that goes on to itself: it cannot dial itself.
         self.keep: Callable[[Sweep, bytes], Awaitable[None]] | None = None
         self._rng = random.Random()

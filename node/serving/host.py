@@ -86,7 +86,7 @@ def run_file_of(run: Run, digests: dict[int, bytes]) -> bytes:
     return emit(RunFile(f"model-{name}", served, DataRules("own", ""), rounds, exchange))
 
 
-class Source(Protocol):
+class ServedModel(Protocol):
     """A source of block versions."""
 
     async def feed(self, server: BlockServer) -> None:
@@ -247,7 +247,7 @@ class ServingHost:
                 task.cancel()
             await asyncio.gather(feeding, announcing, return_exceptions=True)
 
-    def _source(self) -> Source:
+    def _source(self) -> ServedModel:
         if self.settings.folder is not None:
             return FolderSource(self.settings.folder, self.settings.blocks)
         settings, peers = self.settings, NetworkPeers(self.network)

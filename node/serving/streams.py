@@ -182,7 +182,7 @@ def _heard(frame: asyncio.Task[None]) -> None:
         frame.exception()
 
 
-class StreamPool:
+class ServingStreams:
     """One open stream per peer, opened on demand."""
 
     def __init__(self, network: Network) -> None:

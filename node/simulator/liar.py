@@ -81,7 +81,7 @@ class Liar(Replica):
             case Lie.TWO_FACED, act.SendVote(vote, to):
                 super()._carry_out_one(act.SendVote(vote, to[::2]))
                 super()._carry_out_one(act.SendVote(replace(vote, listed=()), to[1::2]))
-            case Lie.SILENT, act.Announce(number):
+            case Lie.SILENT, act.PublishRecord(number):
                 super()._carry_out_one(action)
                 self.exchange.forget_before(number + 1)
             case _:

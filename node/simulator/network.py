@@ -43,7 +43,7 @@ R = TypeVar("R", bound=Message)
 STORED_ON = 5  # nodes that a record is said to be on
 
 
-class World(Protocol):
+class SimWorld(Protocol):
     """What a simulated network needs of the world around it."""
 
     table: RecordTable  # the DHT
@@ -65,7 +65,7 @@ class SimNetwork(Network):
 
     def __init__(
         self,
-        world: World,
+        world: SimWorld,
         address: str,
         clock: SteadyTime,
         settings: NetworkSettings,
@@ -146,7 +146,7 @@ def _frame_bytes(message: Message, payload_bytes: int) -> int:
 class _NoDaemon(Daemon):
     """Stands where p2pd would: it has no process."""
 
-    def __init__(self, settings: DaemonSettings, world: World, me: bytes, address: str) -> None:
+    def __init__(self, settings: DaemonSettings, world: SimWorld, me: bytes, address: str) -> None:
         super().__init__(settings, Path("/nowhere"))
         self.peer_id, self.port = me, 4001
         self.transport = _Ways(world, me, address)
@@ -162,7 +162,7 @@ class _NoDaemon(Daemon):
 class _Ways(Transport):
     """Connections of a simulated host: there are none to keep."""
 
-    def __init__(self, world: World, me: bytes, address: str) -> None:
+    def __init__(self, world: SimWorld, me: bytes, address: str) -> None:
         super().__init__(Path("/nowhere"), Path("/nowhere"))
         self.world, self.me, self.address = world, me, address
 
@@ -180,7 +180,7 @@ class _Ways(Transport):
 class _Table(Ring):
     """The DHT as a host sees it: one table, of which it reads the records of whom it can reach."""
 
-    def __init__(self, world: World, me: bytes, clock: Callable[[], float]) -> None:
+    def __init__(self, world: SimWorld, me: bytes, clock: Callable[[], float]) -> None:
         self.world, self.me, self.clock = world, me, clock
         self._met: set[bytes] = set()
 

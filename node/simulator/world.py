@@ -20,7 +20,7 @@ from typing import Any
 
 import numpy as np
 
-from node.host.block_work import Parts
+from node.host.block_work import HostParts
 from node.host.event_log import EventLog
 from node.host.host import Host
 from node.host.settings import HostSettings
@@ -208,7 +208,7 @@ class World:
     def _count(self, name: str, host: Host) -> None:
         self.story.moved[name] = host.network.ledger.total()  # kept over restarts, as live
 
-    def _parts(self, name: str) -> Parts:
+    def _parts(self, name: str) -> HostParts:
         scenario, number = self.scenario, int(name[1:])
         rng = random.Random(f"{self.seed}/{name}")
         skew_s = scenario.skews_s.get(name, 0.0)
@@ -222,7 +222,7 @@ class World:
         lie = scenario.lies.get(name)
         replica = self.replica if lie is None else liar(lie)
         events = partial(_Events, self, name)
-        return Parts(network, partial(self._trainer, name), replica, events, rng)
+        return HostParts(network, partial(self._trainer, name), replica, events, rng)
 
     def _trainer(
         self, name: str, settings: TrainerSettings, on_progress: OnProgress, on_death: OnDeath

@@ -29,7 +29,7 @@ class TrustRules:
 
 
 @dataclass(frozen=True)
-class Standing:
+class PeerTrust:
     """What is known of one peer."""
 
     rounds_seen: int = 0
@@ -46,19 +46,19 @@ class TrustBook:
     """The standing of all recently seen peers. Immutable."""
 
     rules: TrustRules = field(default_factory=TrustRules)
-    peers: Mapping[str, Standing] = field(default_factory=dict)
+    peers: Mapping[str, PeerTrust] = field(default_factory=dict)
 
-    def of(self, peer: str) -> Standing:
-        return self.peers.get(peer, Standing())
+    def of(self, peer: str) -> PeerTrust:
+        return self.peers.get(peer, PeerTrust())
 
-    def _with(self, peer: str, standing: Standing) -> TrustBook:
+    def _with(self, peer: str, standing: PeerTrust) -> TrustBook:
         return replace(self, peers=_bounded({**self.peers, peer: standing}))
 
     def seen(self, peers: Iterable[str], number: int) -> TrustBook:
         """Count a round in which these peers showed a signed record or vote, once per round."""
         book = dict(self.peers)
         for peer in peers:
-            old = book.get(peer, Standing())
+            old = book.get(peer, PeerTrust())
             if number <= old.last_seen:
                 continue
             gone = old.last_seen >= 0 and number - old.last_seen > self.rules.absence
@@ -88,7 +88,7 @@ class TrustBook:
         return self._with(peer, replace(out, reason=reason, harmed=harmed))
 
 
-def _bounded(peers: dict[str, Standing]) -> dict[str, Standing]:
+def _bounded(peers: dict[str, PeerTrust]) -> dict[str, PeerTrust]:
     """At most MAX_PEERS, since identities are free: drops those seen longest ago, excluded last."""
     if len(peers) <= MAX_PEERS:
         return peers

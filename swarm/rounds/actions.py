@@ -119,7 +119,7 @@ class MakeUpdate:
 
 
 @dataclass(frozen=True)
-class Announce:
+class PublishRecord:
     """Publish our signed record."""
 
     round: int
@@ -154,7 +154,7 @@ class AskVotes:
 
 
 @dataclass(frozen=True)
-class Aggregate:
+class ComputeStep:
     """Aggregate these updates on top of `base`; the result is a StepReady."""
 
     round: int
@@ -215,7 +215,7 @@ class MoveTo:
 
 
 @dataclass(frozen=True)
-class Report:
+class RoundReport:
     """How the exchange of a round ended, for the event log."""
 
     round: int
@@ -233,15 +233,15 @@ class Report:
 
 Action = (
     MakeUpdate
-    | Announce
+    | PublishRecord
     | Pull
     | SendVote
     | AskVotes
-    | Aggregate
+    | ComputeStep
     | Apply
     | Settle
     | ReturnToFeedback
     | FetchConsensus
     | MoveTo
-    | Report
+    | RoundReport
 )

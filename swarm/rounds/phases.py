@@ -136,7 +136,7 @@ def end_repair(state: RoundState, now_s: float, out: list[act.Action]) -> RoundS
     if all(ref in stage.held for ref in stage.agreed):
         opens_next = exchange_opens_s(state.round + 1, state.rules.start_s, state.rules.period_s)
         base = state.log.head.digest
-        out.append(act.Aggregate(state.round, base, stage.agreed, opens_next))
+        out.append(act.ComputeStep(state.round, base, stage.agreed, opens_next))
         return with_stage(state, phase=Phase.AGGREGATE)
     if now_s >= stage.third_s:
         return replace(with_stage(state, phase=Phase.DONE), outcome="undecided")

@@ -35,11 +35,11 @@ def included(state: RoundState) -> bool | None:
     return any(entry.included(state.own.digest) for entry in state.log.entries[-4:])
 
 
-def report_of(state: RoundState, stage: Stage) -> act.Report:
+def report_of(state: RoundState, stage: Stage) -> act.RoundReport:
     first = stage.first_s - stage.opens_s
     others = {ref: at for ref, at in stage.held.items() if ref.sender != state.me}
     missing = [r for r in stage.offers if r not in stage.held and r not in stage.refused]
-    return act.Report(
+    return act.RoundReport(
         round=state.round,
         outcome=state.outcome,
         in_time=tuple(sorted(ref.sender for ref, at in others.items() if at <= first)),

@@ -131,12 +131,12 @@ def _was_set_back(state: RoundState, now_s: float) -> bool:
     return opened_s - now_s > 2 * MAX_OFFSET_S
 
 
-def announcement(state: RoundState) -> act.Announce:
+def announcement(state: RoundState) -> act.PublishRecord:
     """Our record of this round. A newcomer announces it at once, before its first round opens,
     since until then no peer would send it anything."""
     head = state.log.head
     proposal = proposal_s(state.arrivals_s, state.rules.deadline)
-    return act.Announce(
+    return act.PublishRecord(
         state.round, head.digest, head.round, state.own, state.own_size_bytes, proposal
     )
 

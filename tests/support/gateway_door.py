@@ -13,14 +13,14 @@ from typing import Any
 from aiohttp import ClientSession
 from openai import AsyncOpenAI
 
-from node.gateway.outputs import Plan
+from node.gateway.outputs import OutputPlan
 from node.gateway.server import Gateway, GatewaySettings
 from node.serving.client import SweepClient
 from swarm.learning.composition import ComposedModel
 from tests.support.loopback import node, until, until_async
 from tests.support.serving_swarm import Swarm
 
-EXACT, BYTEWISE = Plan("exact", 1, 6), Plan("autoregressive", 1, 0)
+EXACT, BYTEWISE = OutputPlan("exact", 1, 6), OutputPlan("autoregressive", 1, 0)
 KEY = "secret"
 LONG = 4000  # bytes one by one: many seconds, so that it is still being written when we look
 PATIENT_S = 12.0  # for a hop: a sweep that is sent again has another seed

@@ -129,7 +129,7 @@ class Member:
         self.swarm, self.name = swarm, name
         self.identity: Identity = load_or_create(swarm.folder / f"{name}.key")
         self.toy = Toy(sum(name.encode()))
-        self.reports: list[act.Report] = []
+        self.reports: list[act.RoundReport] = []
         self.entries: list[Entry] = []
         self.moves: list[act.MoveTo] = []
         self.exclusions: list[str] = []
@@ -166,7 +166,7 @@ class Member:
     # Board
 
     async def publish(
-        self, announcement: act.Announce, quiet: Callable[[], Awaitable[None]]
+        self, announcement: act.PublishRecord, quiet: Callable[[], Awaitable[None]]
     ) -> None:
         a, me = announcement, self.replica.me
         record = act.PeerRecord(
@@ -181,7 +181,7 @@ class Member:
     def round_began(self, number: int) -> None:
         self.toy.train()
 
-    def reported(self, report: act.Report, update_bytes: int) -> None:
+    def reported(self, report: act.RoundReport, update_bytes: int) -> None:
         self.reports.append(report)
 
     def stepped(self, entry: Entry) -> None:

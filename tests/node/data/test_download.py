@@ -13,7 +13,7 @@ import pytest
 
 from node.data import download
 from node.data.corpus import archive_corpus
-from node.data.download import Archive, Member, ensure_unpacked
+from node.data.download import Archive, ArchiveMember, ensure_unpacked
 from protocol.errors import DataError
 from tests.support.archive_server import OTHER, PACKED, SPLITS, Fault, Handler, Script, Server
 
@@ -37,7 +37,7 @@ def archive_at(server: Server) -> Archive:
         url=f"http://127.0.0.1:{server.server_port}/some/wikitext-x.zip",
         size_bytes=len(PACKED),
         sha256=hashlib.sha256(PACKED).hexdigest(),
-        members=tuple(Member(name, len(content)) for name, content in SPLITS.items()),
+        members=tuple(ArchiveMember(name, len(content)) for name, content in SPLITS.items()),
     )
 
 

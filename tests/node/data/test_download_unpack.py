@@ -8,11 +8,11 @@ from pathlib import Path
 import pytest
 
 from node.data import download
-from node.data.download import Archive, Member, unpack
+from node.data.download import Archive, ArchiveMember, unpack
 from protocol.errors import DataError
 from tests.support.archive_server import make_zip
 
-ONE = Archive("one", "http://x/one.zip", 0, "", (Member("a.txt", 1000),))
+ONE = Archive("one", "http://x/one.zip", 0, "", (ArchiveMember("a.txt", 1000),))
 
 
 def unpack_bytes(packed: bytes, tmp_path: Path, archive: Archive = ONE) -> Path:

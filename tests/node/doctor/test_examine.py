@@ -19,7 +19,7 @@ import pytest
 import node.network.daemon as node_daemon
 from node.doctor import machine as doctor_machine
 from node.doctor import network as doctor_network
-from node.doctor.examine import Check, Plan, bounded, examine, facts, well
+from node.doctor.examine import Check, Examination, bounded, examine, facts, well
 from node.doctor.network import wire
 from node.machine import own_packages
 from node.network.service import Reply
@@ -50,7 +50,7 @@ def closed() -> Iterator[int]:
 def test_a_machine_that_is_well(tmp_path: Path, capsys: pytest.CaptureFixture[str]) -> None:
     """The machine of the tests has all that a host needs."""
     heard: list[Check] = []
-    found = run(examine(Plan((), 0, LOOPBACK, tmp_path), heard.append), 120.0)
+    found = run(examine(Examination((), 0, LOOPBACK, tmp_path), heard.append), 120.0)
     assert heard == found and well(found)
     states = {check.name: check.state for check in found}
     assert set(states) == {
@@ -80,7 +80,7 @@ def test_the_command_line(
 ) -> None:
     """A failed check: numbered fixes and exit code 1; the same as JSON."""
 
-    async def few(plan: Plan, hear: Any) -> list[Check]:
+    async def few(plan: Examination, hear: Any) -> list[Check]:
         checks = [
             Check("python", "ok", "3.11"),
             Check("port", "failed", "taken \x1b[31m", ("stop it", "--port 4002")),
@@ -229,14 +229,14 @@ def test_ports(tmp_path: Path) -> None:
             taken.bind(("127.0.0.1", 0))
             taken.listen()
             number = taken.getsockname()[1]
-            check = await doctor_network.port(Plan(port=number, listen=LOOPBACK))
+            check = await doctor_network.port(Examination(port=number, listen=LOOPBACK))
             assert check.state == "failed" and str(number) in check.what
             assert f"sport = :{number}" in check.fixes[0] and "--port" in check.fixes[0]
         async with node_of_a_run(tmp_path, "a") as a:
-            check = await doctor_network.port(Plan(port=a.daemon.port, listen=LOOPBACK))
+            check = await doctor_network.port(Examination(port=a.daemon.port, listen=LOOPBACK))
             assert check.state == "warning" and "your own host" in check.what
-        assert (await doctor_network.port(Plan(listen=LOOPBACK))).state == "ok"
-        check = await doctor_network.port(Plan(listen=("192.0.2.1",)))
+        assert (await doctor_network.port(Examination(listen=LOOPBACK))).state == "ok"
+        check = await doctor_network.port(Examination(listen=("192.0.2.1",)))
         assert check.state == "failed" and "--listen" in check.fixes[0]
 
     run(main())
@@ -246,11 +246,11 @@ def test_p2pd_that_is_not_executable(tmp_path: Path, monkeypatch: pytest.MonkeyP
     program = tmp_path / "p2pd"
     program.write_text("#!/bin/sh\nkill -9 $$\n")
     monkeypatch.setattr(node_daemon, "_binary", lambda: str(program))
-    checks = by_name(run(wire(Plan(listen=LOOPBACK))))
+    checks = by_name(run(wire(Examination(listen=LOOPBACK))))
     assert checks["p2pd"].state == "failed" and checks["p2pd"].fixes == (f"chmod +x {program}",)
     assert checks["clock"].state == "skipped"
     program.chmod(program.stat().st_mode | stat.S_IXUSR)
-    checks = by_name(run(wire(Plan(listen=LOOPBACK))))
+    checks = by_name(run(wire(Examination(listen=LOOPBACK))))
     assert "killed by SIGKILL" in checks["p2pd"].what
 
 
@@ -258,7 +258,7 @@ def test_peers_clock_and_reachability(tmp_path: Path) -> None:
     async def main() -> None:
         async with node_of_a_run(tmp_path, "a") as a:
             [address] = await a.invitations()
-            checks = by_name(await wire(Plan((address,), 0, LOOPBACK)))
+            checks = by_name(await wire(Examination((address,), 0, LOOPBACK)))
             assert {name: check.state for name, check in checks.items()} == {
                 "p2pd": "ok",
                 "peers": "ok",
@@ -268,11 +268,11 @@ def test_peers_clock_and_reachability(tmp_path: Path) -> None:
             assert "opened a new connection" in checks["reachability"].what
             # a host that has the port already is the one that is knocked at
             async with node_of_a_run(tmp_path, "b", join=[address]) as b:
-                plan = Plan((address,), b.daemon.port, LOOPBACK)
+                plan = Examination((address,), b.daemon.port, LOOPBACK)
                 checks = by_name(await wire(plan))
                 assert f"127.0.0.1:{b.daemon.port}" in checks["reachability"].what
             tell_the_time(a, 3600.0)
-            checks = by_name(await wire(Plan((address,), 0, LOOPBACK)))
+            checks = by_name(await wire(Examination((address,), 0, LOOPBACK)))
             assert checks["clock"].state == "failed" and "60 minutes behind" in checks["clock"].what
             assert "timedatectl" in checks["clock"].fixes[0]
 
@@ -288,7 +288,7 @@ def test_a_peer_that_cannot_reach_us(tmp_path: Path) -> None:
                 return Reply(messages.DialBackReply(outcome=3, observed="198.51.100.7"))
 
             a.serve(messages.DialBack, no)
-            checks = by_name(await wire(Plan((address,), 0, LOOPBACK)))
+            checks = by_name(await wire(Examination((address,), 0, LOOPBACK)))
             failed = checks["reachability"]
             assert failed.state == "failed" and "198.51.100.7" in failed.what
             assert f"doctor {address} --port" in failed.fixes[0] and "--relay" in failed.fixes[-1]
@@ -302,7 +302,7 @@ def test_peers_that_do_not_answer(tmp_path: Path, closed: int) -> None:
             [address] = await a.invitations()
             peer = address.rpartition("/")[2]
             wrong = f"/ip4/127.0.0.1/tcp/{closed}/p2p/{peer}"
-            found = await wire(Plan((wrong,), 0, LOOPBACK))
+            found = await wire(Examination((wrong,), 0, LOOPBACK))
             checks = by_name(found)
             assert checks["peers"].state == "failed" and "refused" in checks["peers"].what
             assert checks["clock"].state == checks["reachability"].state == "skipped"

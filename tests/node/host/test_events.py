@@ -12,7 +12,7 @@ from swarm.events import RoundEvent, from_line, to_line
 from swarm.rounds import actions as act
 from tests.support.chains import Chain, identity
 
-REPORT = act.Report(3, "decided", (), (), (), (), (), True, 1, 0.5)
+REPORT = act.RoundReport(3, "decided", (), (), (), (), (), True, 1, 0.5)
 
 
 def line(writer: EventWriter, chain: Chain) -> RoundEvent:

@@ -12,7 +12,7 @@ from typing import Any
 import numpy as np
 
 from node.host.events import Measured
-from node.host.training import Training
+from node.host.training import BlockTraining
 from node.trainer.process import TrainerSettings
 from node.trainer.trainer import Trainer
 from node.trainer.weights_queue import WeightsQueue
@@ -36,7 +36,7 @@ def test_a_new_process_takes_no_step_before_it_has_its_weights() -> None:
     async def check() -> None:
         settings = TrainerSettings(file.run.to_dict(), 0, "python", "host", "cpu", threads=1)
         measured = Measured()
-        training = Training(
+        training = BlockTraining(
             Trainer,
             settings,
             file,

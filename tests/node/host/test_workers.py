@@ -19,7 +19,7 @@ import pytest
 
 from node.commands.swarm import join
 from node.host import host, workers
-from node.host.fleet import Lookup, _commands, _hosts, blocks_for, saved_block
+from node.host.fleet import FoundRun, _commands, _hosts, blocks_for, saved_block
 from node.host.live_line import RunTimes
 from node.host.options import HostOptions
 from node.host.taking_part import Part, _host_settings, network_settings
@@ -71,7 +71,7 @@ def test_the_command_of_a_worker_is_one_that_we_understand(tmp_path: Path) -> No
 
 def test_blocks_of_new_and_of_returning_workers(tmp_path: Path) -> None:
     run = preset("tiny", "x")
-    found = Lookup(emit(run), (2, 0, 1, 0))
+    found = FoundRun(emit(run), (2, 0, 1, 0))
     assert sorted(blocks_for(tmp_path, 2, None, found, run)) == [1, 3]
     assert sorted(blocks_for(tmp_path, 4, None, found, run)) == [0, 1, 2, 3]
     worker_home(tmp_path, 1).mkdir()
@@ -132,7 +132,7 @@ def test_a_worker_begins_with_its_block_and_may_leave_it(
 def test_more_workers_than_fit(tmp_path: Path) -> None:
     run = preset("tiny", "x")
     one = worker_memory_bytes(run)
-    found = Lookup(emit(run), (0, 0, 0, 0))
+    found = FoundRun(emit(run), (0, 0, 0, 0))
     assert len(blocks_for(tmp_path, 2, round(2.1 * one), found, run)) == 2
     with pytest.raises(UsageError, match="2 workers need"):
         blocks_for(tmp_path, 2, one, found, run)

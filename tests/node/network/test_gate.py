@@ -12,7 +12,7 @@ import pytest
 from hypothesis import given
 from hypothesis import strategies as st
 
-from node.network.gate import Backoff, DaemonGone, Gate, Said, Unreachable, with_backoff
+from node.network.gate import Backoff, DaemonGone, Gate, SaidOnce, Unreachable, with_backoff
 from protocol.errors import WireError
 from protocol.frames import Busy, Deadline, DigestMismatch, Stalled, Truncated
 from protocol.limits import BUSY_RETRY_MAX_S
@@ -152,7 +152,7 @@ def test_the_deadline_ends_it_without_a_last_wait() -> None:
 
 def test_a_condition_is_said_once_and_its_end_once() -> None:
     lines: list[str] = []
-    said = Said(lines.append)
+    said = SaidOnce(lines.append)
     said.over("all is well")
     assert not lines
     for _ in range(5):

@@ -10,7 +10,7 @@ import pytest
 
 import node.log.consensus
 from node.replica.aggregation import Aggregation
-from node.replica.exchange import Held
+from node.replica.exchange import HeldUpdate
 from protocol.digests import weights_digest
 from protocol.identity import peer_text
 from protocol.log import Entry
@@ -21,14 +21,14 @@ from swarm.rounds import actions as act
 from tests.support.chains import CODEC, SIZE, Chain, identity, run
 
 
-def asked(chain: Chain, seed: int) -> tuple[act.Aggregate, dict[bytes, Held]]:
+def asked(chain: Chain, seed: int) -> tuple[act.ComputeStep, dict[bytes, HeldUpdate]]:
     """An order to aggregate one update upon the chain's head."""
     number, me = chain.log.head.round + 1, chain.identity.peer_id
     wanted = np.random.default_rng(seed).integers(-(2**20), 2**20, SIZE)
     payload, update = CODEC.encode(wanted, 0, number, me)
     ref = UpdateRef(update_digest(payload), peer_text(me))
-    order = act.Aggregate(number, chain.log.head.digest, (ref,), 0.0)
-    return order, {ref.digest: Held(ref, number, payload, update)}
+    order = act.ComputeStep(number, chain.log.head.digest, (ref,), 0.0)
+    return order, {ref.digest: HeldUpdate(ref, number, payload, update)}
 
 
 def test_a_step_is_of_the_weights_it_was_asked_for_and_not_of_later_ones(tmp_path: Path) -> None:

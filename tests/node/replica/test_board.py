@@ -50,8 +50,8 @@ def board_on(network: Network, block: int = 0) -> tuple[CountingBoard, Heard]:
     return board, heard
 
 
-def says(number: int) -> act.Announce:
-    return act.Announce(number, bytes([number]) * 32, number - 1, None, 0, 1.5)
+def says(number: int) -> act.PublishRecord:
+    return act.PublishRecord(number, bytes([number]) * 32, number - 1, None, 0, 1.5)
 
 
 def test_replicas_find_each_other_and_hear_every_round(tmp_path: Path) -> None:

@@ -8,7 +8,7 @@ from pathlib import Path
 import numpy as np
 import pytest
 
-from node.replica.exchange import Held
+from node.replica.exchange import HeldUpdate
 from node.simulator.liar import Lie, liar
 from protocol.errors import WireError
 from protocol.frames import content_digest
@@ -70,7 +70,7 @@ def test_another_peers_update_under_ones_own_name_is_refused(tmp_path: Path) -> 
         ones = Unsent(np.ones(SIZE, dtype=np.float32), np.zeros(SIZE, dtype=np.int32))
         payload, update = b.replica.encode(ones, b.replica.state.log, 1)
         ref = UpdateRef(content_digest(payload), b.replica.me)
-        a.replica.exchange.keep(Held(ref, 1, payload, update))
+        a.replica.exchange.keep(HeldUpdate(ref, 1, payload, update))
         copied = UpdateRef(ref.digest, a.replica.me)
         until_s = swarm.now_s() + 1.0
         await a.replica.exchange.pull(act.Pull(copied, (b.replica.me,), until_s), 1)

@@ -405,9 +405,9 @@ points = st.lists(st.tuples(st.floats(0, 1e12), st.floats(0, 1000)), max_size=90
 
 @given(points)
 def test_any_line_can_be_drawn(found: list[tuple[float, float]]) -> None:
-    from node.report.svg import Line
+    from node.report.svg import Curve
 
-    text = line_chart("x", "y", [Line("one", 0, found), Line("two", -1, found, True)])
+    text = line_chart("x", "y", [Curve("one", 0, found), Curve("two", -1, found, True)])
     parsed(text)
     assert "nan" not in text and "inf" not in text
     assert len(text) < 60_000

@@ -53,7 +53,7 @@ class Watched(Replica):
                 own, sign = self.running.own.get(action.ref), isinstance(action, act.Settle)
                 if own is not None and action.scale:
                     add_into(self.sent, scaled(own.update, action.scale), 1 if sign else -1)
-        if isinstance(action, act.Aggregate):
+        if isinstance(action, act.ComputeStep):
             stage = self.state.stage
             assert stage is not None
             votes = stage.ballot.counted(action.base, self.state.log.eligible_voters())

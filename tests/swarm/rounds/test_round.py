@@ -109,7 +109,7 @@ events = st.one_of(
 )
 
 
-def entry_for(state: RoundState, asked: act.Aggregate) -> Entry:
+def entry_for(state: RoundState, asked: act.ComputeStep) -> Entry:
     parts = tuple(Contribution(r.digest, r.sender, SCALE_ONE) for r in asked.refs)
     return Entry(asked.round, asked.base, bytes(32), bytes(32), 1, parts)
 
@@ -118,7 +118,7 @@ def entry_for(state: RoundState, asked: act.Aggregate) -> Entry:
 @settings(max_examples=300, deadline=None)
 def test_one_machine_under_any_events(story: list[tuple[float, object]]) -> None:
     state, now, books = fresh(), 18.0, Books()
-    asked: list[act.Aggregate] = []
+    asked: list[act.ComputeStep] = []
     fetches: list[act.FetchConsensus] = []
     for gap, item in story:
         now += gap
@@ -138,7 +138,7 @@ def test_one_machine_under_any_events(story: list[tuple[float, object]]) -> None
             books.offered.add(event.ref)
         for action in actions:
             books.see(action)
-            asked += [action] if isinstance(action, act.Aggregate) else []
+            asked += [action] if isinstance(action, act.ComputeStep) else []
             fetches += [action] if isinstance(action, act.FetchConsensus) else []
             until = getattr(action, "until_s", None)
             assert until is None or now <= until <= RULES.period_s * (state.round + 1)
@@ -156,7 +156,7 @@ def test_alone_in_its_block() -> None:
         state, actions = step(state, act.UpdateReady(number, own(number), 10), opens + 0.1)
         if number == 1:  # in the first round there may be others that we do not know
             state, actions = step(state, act.Tick(), opens + 6.0)
-        wanted = [a for a in actions if isinstance(a, act.Aggregate)]
+        wanted = [a for a in actions if isinstance(a, act.ComputeStep)]
         assert [a.refs for a in wanted] == [(own(number),)]
         ready = act.StepReady(entry_for(state, wanted[0]))
         state, actions = step(state, ready, opens + 6.1)
@@ -168,7 +168,7 @@ def test_a_newcomer_sends_nothing_in_its_first_round() -> None:
     state = RoundState("me", RULES, ConsensusLog((START,)), warm_until=7, round=6)
     state, actions = step(state, act.Tick(), 140.0)
     assert not any(isinstance(a, act.MakeUpdate) for a in actions)
-    assert any(isinstance(a, act.Announce) and a.update is None for a in actions)
+    assert any(isinstance(a, act.PublishRecord) and a.update is None for a in actions)
     state, actions = step(state, act.Tick(), 160.0)
     assert any(isinstance(a, act.MakeUpdate) for a in actions)
 
@@ -215,7 +215,7 @@ def test_replays_are_refused() -> None:
     state, actions = step(state, record, 40.5)
     assert not any(isinstance(a, act.Pull) for a in actions)
     state, actions = step(state, act.Tick(), 60.0)
-    report = next(a for a in actions if isinstance(a, act.Report))
+    report = next(a for a in actions if isinstance(a, act.RoundReport))
     assert report.refused == (("p0", "replay"),)
 
 

@@ -63,7 +63,7 @@ def test_a_newcomer_that_hears_no_vote_leaves_the_round_to_those_who_have_one(
     asked = []
     for now_s in (86.1, 87.0, 87.7, 89.2):  # past all deadlines
         state, actions = step(state, act.Tick(), now_s)
-        asked += [a for a in actions if isinstance(a, act.Aggregate)]
+        asked += [a for a in actions if isinstance(a, act.ComputeStep)]
     assert bool(asked) == decides
     assert (state.outcome == "syncing") != decides
 
@@ -81,7 +81,7 @@ def test_a_newcomer_decides_if_it_is_alone_or_with_others_who_are_there(who: str
     asked = []
     for now_s in (86.1, 87.0, 87.7, 89.2):
         state, actions = step(state, act.Tick(), now_s)
-        asked += [a for a in actions if isinstance(a, act.Aggregate)]
+        asked += [a for a in actions if isinstance(a, act.ComputeStep)]
     assert asked
 
 
@@ -106,11 +106,11 @@ def test_a_newcomer_that_has_heard_of_nobody_waits_for_its_deadline() -> None:
     state = joined(4, 2)
     state, _ = step(state, act.Tick(), 80.05)
     state, actions = step(state, act.UpdateReady(4, own(4), 10), 80.1)
-    assert not any(isinstance(a, act.SendVote | act.Aggregate) for a in actions)
+    assert not any(isinstance(a, act.SendVote | act.ComputeStep) for a in actions)
     ahead = Entry(3, state.log.head.parent, bytes(32), b"w" * 32, 1, ())
     record = act.PeerRecord("p0", 4, ahead.digest, 3, theirs(0, 4), 10, 2.0)
     state, actions = step(state, record, 80.4)
-    assert not any(isinstance(a, act.Aggregate) for a in actions)
+    assert not any(isinstance(a, act.ComputeStep) for a in actions)
 
 
 def test_a_record_of_the_round_before_says_that_its_owner_is_there() -> None:
