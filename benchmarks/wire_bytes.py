@@ -62,7 +62,7 @@ def _entries_bytes(agreed: int) -> int:
     names = (
         number.to_bytes(len(_NAME), "big") for number in range(agreed)
     )  # in order, as they are
-    parts = tuple(Contribution(name, identity.generate().text, 1 << 16, -100) for name in names)
+    parts = tuple(Contribution(name, identity.new_identity().text, 1 << 16, -100) for name in names)
     entry = Entry(LATE, _NAME, _NAME, _NAME, 1 << 30, parts, WORK_ONE * len(parts))
     return len(pack_log([entry, entry]))
 
@@ -70,7 +70,7 @@ def _entries_bytes(agreed: int) -> int:
 @cache
 def control_bytes(replicas: int) -> int:
     """Votes and records of one block in one round: an estimate (see above)."""
-    who = identity.generate()
+    who = identity.new_identity()
     listed = (UpdateRef(_NAME, who.text),) * replicas
     signed = seal_vote(who, _NAME, 0, Vote(who.text, LATE, _NAME, -1, listed))
     request = messages.VoteRequest(run=_NAME, block=0, round=LATE, vote=signed.blob)

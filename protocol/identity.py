@@ -150,7 +150,7 @@ class Identity:
             self._lock_fd = None
 
 
-def generate() -> Identity:
+def new_identity() -> Identity:
     """A new identity that is in no file."""
     return Identity(Ed25519PrivateKey.generate().private_bytes_raw())
 
@@ -165,7 +165,7 @@ def load_or_create(path: Path | str) -> Identity:
         raise IdentityError(f"cannot use {path}: {error.strerror}") from error
     try:
         if not path.exists():
-            _write_new(path, generate().to_bytes())
+            _write_new(path, new_identity().to_bytes())
         identity = Identity.from_bytes(_read(path), path)
     except OSError as error:
         os.close(lock_fd)

@@ -421,7 +421,7 @@ def purpose_of(request: Message) -> tuple[int, int]:
     return int(getattr(request, "purpose", default)), block
 
 
-def decode(head: Head) -> Message:
+def decode_message(head: Head) -> Message:
     """The message of a frame's head. Raises `Malformed` if it breaks its schema."""
     if head.kind not in _BY_KIND:
         raise frames.UnknownKind(head.kind)
@@ -449,7 +449,7 @@ async def receive(
 ) -> tuple[M, Head]:
     """The answer to a request. Its payload, if any, is still on the stream."""
     head = await channel.receive_head(max_payload_bytes)
-    return expect(decode(head), wanted), head
+    return expect(decode_message(head), wanted), head
 
 
 def error_reply(error: Exception) -> ErrorReply:

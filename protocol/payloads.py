@@ -25,7 +25,7 @@ from protocol.packing import (
     pack,
     unpack_rows,
 )
-from protocol.records import SignedRecord, verify
+from protocol.records import SignedRecord, verify_record
 
 # --- records (PEERS_REPLY, ANNOUNCE, ANNOUNCE_REPLY)
 
@@ -68,7 +68,9 @@ def record_of(announce: Announce, now_s: float) -> SignedRecord:
 
     The sender need not be the record's owner: compare `peer_id` where that matters.
     """
-    signed = verify(announce.key, announce.subkey, announce.value, announce.expiration_s, now_s)
+    signed = verify_record(
+        announce.key, announce.subkey, announce.value, announce.expiration_s, now_s
+    )
     if (signed.record.run, signed.record.block) != (announce.run, announce.block):
         raise Malformed("the announcement is of another run or block than its record")
     return signed

@@ -252,7 +252,7 @@ def seal(identity: Identity, record: Record, expiration_s: float) -> SignedRecor
     return SignedRecord(key, subkey, value, expiration_s, identity.peer_id, record)
 
 
-def verify(
+def verify_record(
     key: bytes, subkey: bytes, value: bytes, expiration_s: float, now_s: float
 ) -> SignedRecord:
     """The record, if it is valid and signed by its owner; otherwise raises a `WireError`."""

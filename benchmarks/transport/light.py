@@ -117,7 +117,7 @@ async def pull(address: str, size_mb: int, pulls: int) -> dict[str, Any]:
 
     ledger, seconds, cpu_s = Ledger(), [], []
     request = UpdateRequest(run=RUN, block=0, round=size_mb, digest=RUN)
-    async with light.connect(light.parse_address(address), Deadline.after(15)) as peer:
+    async with light.connect(light.parse_light_address(address), Deadline.after(15)) as peer:
         before_mb = _peak_mb()
         for _ in range(pulls):
             begun_s, begun_cpu_s = time.perf_counter(), time.process_time()

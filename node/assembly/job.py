@@ -97,7 +97,7 @@ def load_judge(run_file: RunFile, options: AssembleOptions) -> Judge | None:
     return Judge(corpus, lasting_spec(spec), run_file.run.model.context, options.evaluate_bytes)
 
 
-async def assemble(
+async def assemble_model(
     options: AssembleOptions, say: Say, on_bytes: OnBytes, on_model: Callable[[Facts], None]
 ) -> Facts:
     """Assemble once, or with `watch` until the run is over. Return the facts of the best model.

@@ -72,7 +72,7 @@ def assemble(address: tuple[str, ...], as_json: bool, **options: Any) -> None:
     """
     check_addresses(address)
     from node.assembly.job import AssembleOptions
-    from node.assembly.job import assemble as run
+    from node.assembly.job import assemble_model as run
 
     chosen = AssembleOptions(addresses=address, **options)
     shown: list[Facts] = []

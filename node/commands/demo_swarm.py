@@ -271,7 +271,7 @@ def run_demo(folder: Path, say: Callable[[str], None], run: RunFile) -> dict[str
         _watch(swarm, run.rounds.count, say)
         model = folder / "model"
         say("assembling")
-        result = assemble(address, model)
+        result = assemble_demo(address, model)
         figures = _figures(swarm, result)
     figures |= {"seconds": round(time.monotonic() - began, 1), "model": str(model)}
     return figures
@@ -319,7 +319,7 @@ def _watch(swarm: DemoSwarm, until_round: int, say: Callable[[str], None]) -> No
     swarm.until(reached, f"round {until_round}", START_S + LEAD_S + (20 + until_round) * PERIOD_S)
 
 
-def assemble(address: str, model: Path) -> dict[str, Any]:
+def assemble_demo(address: str, model: Path) -> dict[str, Any]:
     shutil.rmtree(model, ignore_errors=True)
     command = [sys.executable, "-m", "node.cli", "assemble", address, "-o", str(model)]
     command += ["--fit", "--json", "--threads", "1", "--evaluate-bytes", str(EVALUATION_BYTES)]

@@ -94,13 +94,13 @@ def init(
         half.write_bytes(text)
 
     write_atomically(path, write)
-    print(f"wrote {path}: {summary(runfile)}")
+    print(f"wrote {path}: {run_summary(runfile)}")
     for line in sparse_warning(runfile):
         print(line)
     print(f"read it, change what you like, then: blockswarm seed {shown}")
 
 
-def summary(runfile: RunFile) -> str:
+def run_summary(runfile: RunFile) -> str:
     """The run, and what it costs a host, in one line."""
     from swarm.cost import block_parameters, expected_gb_per_day, worker_memory_bytes
 

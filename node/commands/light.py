@@ -106,7 +106,7 @@ def check_claims(
     refused: Counter[str] = Counter()
     for claim in claims:
         try:
-            signed = records.verify(*claim, now_s=now_s)
+            signed = records.verify_record(*claim, now_s=now_s)
             if signed.record.run != run:
                 raise OtherRun("the record is of another run")
         except WireError as error:
@@ -259,7 +259,7 @@ def light_survey(address: str, timeout_s: float) -> Survey:
         raise UsageError(
             "--light needs py-libp2p, which is not installed", 'pip install "blockswarm[light]"'
         ) from None
-    target = light.parse_address(address)
+    target = light.parse_light_address(address)
     deadline = Deadline.after(timeout_s, min(STALL_S, timeout_s))
 
     async def ask() -> Survey:

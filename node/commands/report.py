@@ -313,13 +313,13 @@ def _plain(text: str) -> str:
 
 
 def _print(reports: Sequence[RunReport], written: Sequence[str]) -> None:
-    from node.report.html import gb, number
+    from node.report.html import gb, number_text
 
     for one in reports:
         hosts = sum(host.logged for host in one.hosts)
         print(f"{_cell(one.name)}: {hosts} hosts, {len(one.blocks)} blocks, {one.seconds:.0f} s")
-        first, last = number(one.first_ce_nats), number(one.last_ce_nats)
-        own = number(one.last_own_ce_nats)
+        first, last = number_text(one.first_ce_nats), number_text(one.last_ce_nats)
+        own = number_text(one.last_own_ce_nats)
         print(f"  CE of the consensus {first} -> {last} nats per byte, mean of the blocks")
         print(f"  CE of the hosts' own weights at the end {own}")
         print(f"  moved {size_words(one.moved_bytes)} ({one.counting}: {one.counting_reason})")

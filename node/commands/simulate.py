@@ -115,7 +115,7 @@ def simulate(
 
 def _tell(scenario: Scenario, seed: int, as_json: bool, alone: bool) -> list[str]:
     """Run one seed and print what happened; what went wrong."""
-    from node.simulator.world import simulate as simulated
+    from node.simulator.world import run_scenario as simulated
 
     shown = alone and not as_json
     began_s = time.monotonic()

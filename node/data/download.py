@@ -148,7 +148,7 @@ def ensure_unpacked(
                     f"remove it, then try again or put the file with sha256 {archive.sha256} there",
                 )
             progress(f"unpacking {archive.file_name}", 0, 0)
-            unpack(archive, packed, text)
+            unpack_archive(archive, packed, text)
             if not by_hand:
                 packed.unlink()
     except OSError as error:
@@ -287,7 +287,7 @@ def _check_length(
         raise _Refused(f"the server offers {offered[:20]} bytes instead of {archive.size_bytes}")
 
 
-def unpack(archive: Archive, packed: Path, folder: Path) -> None:
+def unpack_archive(archive: Archive, packed: Path, folder: Path) -> None:
     """Unpack the wanted members of a verified archive, then rename the result to `folder`.
 
     Paths inside the archive are never used: a member is found by the last part of its name and

@@ -41,7 +41,7 @@ class Examination:
 Checker = Callable[[], Awaitable[Check | Sequence[Check]]]
 
 
-async def bounded(name: str, checker: Checker, limit_s: float = CHECK_S) -> list[Check]:
+async def within_time(name: str, checker: Checker, limit_s: float = CHECK_S) -> list[Check]:
     """Run one checker with a timeout; its errors become findings."""
     began_s = time.monotonic()
     try:
@@ -81,7 +81,7 @@ async def examine(
         return await network.port(plan)
 
     async def wire() -> Sequence[Check]:
-        return await network.wire(plan)
+        return await network.network_checks(plan)
 
     limit_s = CHECK_S + network.PEERS_S if plan.addresses else CHECK_S
     jobs: list[tuple[str, Checker, float]] = [
@@ -95,7 +95,7 @@ async def examine(
     ]
     found: list[Check] = []
     for name, checker, allowed_s in jobs:  # not concurrently: they would slow each other down
-        for check in await bounded(name, checker, allowed_s):
+        for check in await within_time(name, checker, allowed_s):
             found.append(check)
             hear(check)
     return found

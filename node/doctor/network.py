@@ -66,7 +66,7 @@ class Met:
     answer: Invited | BaseException
 
 
-async def wire(plan: Examination) -> list[Check]:
+async def network_checks(plan: Examination) -> list[Check]:
     """Start p2pd; if addresses are given, also check their peers, the clock and reachability."""
     try:
         from node.network.daemon import DaemonError

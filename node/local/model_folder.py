@@ -38,7 +38,7 @@ SMALL = 1 << 20  # numbers allocated whatever the file's size, to report precise
 MANIFEST, WEIGHTS = "manifest.json", "model.safetensors"
 
 
-def weights_digest(tensors: Mapping[str, Tensor]) -> str:
+def tensors_digest(tensors: Mapping[str, Tensor]) -> str:
     """A digest of a block's weights: of the tensors' names, dtypes, shapes and bytes."""
     digest = hashlib.blake2b(digest_size=32)
     for name in sorted(tensors):
@@ -59,7 +59,7 @@ def save_model(
             continue
         state = {name: value.contiguous().cpu() for name, value in block.state_dict().items()}
         tensors.update({f"block.{index}.{name}": value for name, value in state.items()})
-        blocks.append({"block": index, "version": versions[index], "digest": weights_digest(state)})
+        blocks.append({"block": index, "version": versions[index], "digest": tensors_digest(state)})
     manifest = {
         "format": FORMAT,
         "format_version": FORMAT_VERSION,
@@ -239,7 +239,7 @@ def _load_block(
         )
     block = _block_for(run, index, state)
     _check_tensors(index, state, block.state_dict())
-    if weights_digest(state) != digest:
+    if tensors_digest(state) != digest:
         raise ModelError(
             f"block {index} was altered: its digest is not the manifest's",
             f"{_HINT}; or leave it out with --without {index}",

@@ -54,7 +54,7 @@ class Address:
         return self.relayed, self.scope, self.ipv6
 
 
-def parse(text: str) -> Address:
+def parse_address(text: str) -> Address:
     """An address as it stands in records. Raises `AddressError`."""
     match = HOST_PATTERN.fullmatch(text) if len(text) <= ADDRESS_MAX_BYTES else None
     if match is None or not text.isprintable() or not 0 < int(match[4]) < 65536:
@@ -88,7 +88,7 @@ def split_peer(text: str) -> tuple[bytes, str]:
             "copy the whole address, it ends in /p2p/12D3Koo...",
         )
     try:
-        return peer_from_text(peer), parse(address).text
+        return peer_from_text(peer), parse_address(address).text
     except Malformed as error:
         raise AddressError(
             f"{_shown(peer)} is not a peer id ({error})", "copy the whole address"
@@ -110,7 +110,7 @@ def in_order(addresses: Iterable[str]) -> list[str]:
     found: dict[str, Address] = {}
     for text in addresses:
         try:
-            found.setdefault(text, parse(text))
+            found.setdefault(text, parse_address(text))
         except AddressError:
             continue
     return [a.text for a in sorted(found.values(), key=lambda a: a.preference)]
@@ -126,7 +126,7 @@ def relayed(addresses: Iterable[str]) -> list[str]:
 
 def host_port(address: str) -> tuple[str, int]:
     """IP or name, and port, of an address; of a relayed one those of its relay."""
-    match = HOST_PATTERN.fullmatch(parse(address).text)
+    match = HOST_PATTERN.fullmatch(parse_address(address).text)
     assert match is not None
     return match[2], int(match[4])
 
@@ -140,7 +140,7 @@ def from_option(text: str, port: int) -> str:
     text = text.strip()
     if text.startswith("/"):
         # a person may paste the whole thing, with the peer id that everybody knows anyway
-        return parse(text.rpartition("/p2p/")[0] if "/p2p/" in text else text).text
+        return parse_address(text.rpartition("/p2p/")[0] if "/p2p/" in text else text).text
     match = _HOST_AND_PORT.fullmatch(text)
     host, number = text.strip("[]"), port
     if match:
@@ -153,8 +153,8 @@ def from_option(text: str, port: int) -> str:
                 f"{_shown(text)} is neither an IP, a name nor a multiaddress",
                 "for example --announce 203.0.113.7 or --announce /dns/host.example/tcp/4001",
             ) from None
-        return parse(f"/dns/{host}/tcp/{number}").text
-    return parse(f"/ip{ip.version}/{host}/tcp/{number}").text
+        return parse_address(f"/dns/{host}/tcp/{number}").text
+    return parse_address(f"/ip{ip.version}/{host}/tcp/{number}").text
 
 
 def listening_on(hosts: Iterable[str], port: int) -> list[str]:
@@ -179,9 +179,9 @@ def to_announce(own: Iterable[str], announced: Iterable[str] = ()) -> tuple[str,
     relays = relayed(own)
     if not chosen:
         chosen = [a for a in direct(own) if not _link_local(a)]
-        wide = [a for a in chosen if parse(a).scope is not Scope.LOOPBACK]
+        wide = [a for a in chosen if parse_address(a).scope is not Scope.LOOPBACK]
         chosen = wide or chosen
-        if not any(parse(a).scope is Scope.PUBLIC for a in chosen):
+        if not any(parse_address(a).scope is Scope.PUBLIC for a in chosen):
             # Keep a place for each of two relays: behind NAT they are all that strangers can use.
             chosen = chosen[: ADDRESSES_PER_RECORD - min(len(relays), 2)] + relays
     return tuple(chosen[:ADDRESSES_PER_RECORD])

@@ -121,7 +121,7 @@ class Daemon:
         """Start p2pd. Raises `DaemonError`; whatever was begun is cleaned up then."""
         for attempt in range(_PORT_ATTEMPTS):
             hosts, port = free_port(settings.hosts, settings.port)
-            daemon = cls(settings, socket_folder.make())
+            daemon = cls(settings, socket_folder.make_socket_folder())
             try:
                 await daemon._start(hosts, port)
             except PortInUse:

@@ -44,7 +44,7 @@ from protocol.limits import (
     TIME_MAX_S,
 )
 from protocol.packing import Malformed, blob, number, unpack_rows
-from protocol.records import SignedRecord, subkey_of, verify
+from protocol.records import SignedRecord, subkey_of, verify_record
 
 KEYS_PER_FIND = 8  # an answer of 8 x 75 KB stays far below p2pd's 4 MiB, beyond which it hangs
 RECORDS_PER_STORE = 16
@@ -152,7 +152,7 @@ class RecordProtocol(DHTProtocol):  # type: ignore[misc]  # hivemind publishes n
         """Store a record if it is valid and there is a place for it."""
         now_s = self.clock()
         try:
-            signed = verify(key, subkey, value, expiration_s, now_s)
+            signed = verify_record(key, subkey, value, expiration_s, now_s)
         except WireError:
             return False
         return self.table.offer(signed, now_s).kept

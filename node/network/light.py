@@ -104,7 +104,7 @@ class LightAddress:
         return f"{host}:{self.port}"
 
 
-def parse_address(text: str) -> LightAddress:
+def parse_light_address(text: str) -> LightAddress:
     """`/ip4/1.2.3.4/tcp/31337/p2p/12D3Koo...`, or with ip6, dns, dns4, dns6."""
     if is_relayed(text):
         raise AddressError(

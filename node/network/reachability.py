@@ -20,7 +20,7 @@ from dataclasses import dataclass
 from typing import TYPE_CHECKING, Literal
 
 from node.machine.going_on import going_on
-from node.network.addresses import AddressError, Scope, direct, host_port, parse, with_peer
+from node.network.addresses import AddressError, Scope, direct, host_port, parse_address, with_peer
 from node.network.gate import Backoff
 from protocol import messages
 from protocol.errors import WireError
@@ -78,7 +78,7 @@ class Verdict:
 
     @property
     def public(self) -> bool:
-        return bool(self.address) and parse(self.address).scope is Scope.PUBLIC
+        return bool(self.address) and parse_address(self.address).scope is Scope.PUBLIC
 
 
 @dataclass(frozen=True)
@@ -259,15 +259,15 @@ async def opinions_of(
 def _sees_us_from_outside(opinion: Opinion) -> bool:
     address = _multiaddress(opinion.observed, 1)
     tried = opinion.outcome != DialOutcome.NOT_TRIED
-    return tried and bool(address) and parse(address).scope is Scope.PUBLIC
+    return tried and bool(address) and parse_address(address).scope is Scope.PUBLIC
 
 
 async def door_of(own: Sequence[str], announced: Sequence[str], listens: int) -> Door:
     """Where to let peers knock: at what the operator announces, else at what p2pd found out."""
     said = direct(announced)
-    public = [a for a in direct(own) if parse(a).scope is Scope.PUBLIC]
+    public = [a for a in direct(own) if parse_address(a).scope is Scope.PUBLIC]
     port = host_port((said or public)[0])[1] if said or public else listens
-    private = [host_port(a)[0] for a in direct(own) if parse(a).scope is Scope.PRIVATE]
+    private = [host_port(a)[0] for a in direct(own) if parse_address(a).scope is Scope.PRIVATE]
     hosts = [host_port(a)[0] for a in said]
     return Door(port, listens, frozenset(await _resolved(hosts)), (private or [""])[0])
 
@@ -294,18 +294,20 @@ async def _look_up(name: str) -> set[str]:
 
 def beyond_this_network(addresses: Sequence[str]) -> bool:
     """Whether some address can work from anywhere: a public one, or one over a relay."""
-    return any(parse(a).relayed or parse(a).scope is Scope.PUBLIC for a in addresses)
+    return any(
+        parse_address(a).relayed or parse_address(a).scope is Scope.PUBLIC for a in addresses
+    )
 
 
 def _multiaddress(ip: str, port: int) -> str:
     """ "" for what a peer may say that is no IP which can be dialled."""
     with suppress(ValueError, AddressError):
-        return parse(f"/ip{ipaddress.ip_address(ip).version}/{ip}/tcp/{port}").text
+        return parse_address(f"/ip{ipaddress.ip_address(ip).version}/{ip}/tcp/{port}").text
     return ""
 
 
 def _scope(ip: str) -> Scope:
-    return parse(_multiaddress(ip, 1)).scope
+    return parse_address(_multiaddress(ip, 1)).scope
 
 
 def _shown(ip: str) -> str:

@@ -221,7 +221,7 @@ class Service:
             try:
                 head = await channel.receive_head()
                 channel.deadline = self._deadline()  # the wait for a question was not its sender's
-                request = messages.decode(head)
+                request = messages.decode_message(head)
                 purpose, block = purpose_of(request)
                 if (busy := place.move_up()) is not None:
                     await channel.receive_payload(head, lambda data: None)

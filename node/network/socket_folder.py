@@ -22,7 +22,7 @@ MOST_SWEPT = 100  # at once: a start must not wait for a full folder
 _PATH_MAX = 90  # the kernel's limit is 104 to 108 bytes, with the file's name
 
 
-def make() -> Path:
+def make_socket_folder() -> Path:
     """A new folder that only we can enter."""
     folder = Path(tempfile.mkdtemp(prefix=PREFIX))  # mode 0700
     if len(str(folder)) > _PATH_MAX:

@@ -24,7 +24,7 @@ from protocol.errors import WireError
 from protocol.identity import peer_text
 from protocol.limits import PEER_ID_BYTES, RECORDS_PER_ANNOUNCE
 from protocol.payloads import announce_of, unpack_records
-from protocol.records import Record, SignedRecord, verify
+from protocol.records import Record, SignedRecord, verify_record
 from protocol.votes import UpdateRef
 from swarm.rounds import actions as act
 
@@ -130,7 +130,7 @@ class ReplicaBoard:
             answered = True
             for claim in unpack_records(payload, RECORDS_PER_ANNOUNCE):
                 if not self._holds(claim):
-                    self.hear(verify(*claim, self.network.clock()), peer)
+                    self.hear(verify_record(*claim, self.network.clock()), peer)
         self.notices.shown(peer, answered)
 
     def _holds(self, claim: tuple[bytes, bytes, bytes, float]) -> bool:

@@ -89,7 +89,7 @@ def page(reports: Sequence[RunReport]) -> str:
     )
 
 
-def number(value: float | None, digits: str = ".4f") -> str:
+def number_text(value: float | None, digits: str = ".4f") -> str:
     return "–" if value is None else format(value, digits)
 
 
@@ -115,8 +115,8 @@ def _summary(reports: Sequence[RunReport]) -> str:
             clean(_label(r)),
             str(sum(h.logged for h in r.hosts)),
             f"{r.seconds:.0f}",
-            number(r.first_ce_nats),
-            number(r.last_ce_nats),
+            number_text(r.first_ce_nats),
+            number_text(r.last_ce_nats),
             size_words(r.moved_bytes),
             r.counting,
             gb(r.gb_per_nat),
@@ -144,7 +144,8 @@ def _run(report: RunReport) -> str:
         (gb(report.gb_per_nat), "GB per nat, since the first measurement"),
         (gb(report.gb_per_nat_from_uniform), "GB per nat, since guessing bytes"),
         (
-            f"{number(report.first_ce_nats, '.3f')} → {number(report.last_ce_nats, '.3f')}",
+            f"{number_text(report.first_ce_nats, '.3f')} → "
+            f"{number_text(report.last_ce_nats, '.3f')}",
             "CE of the consensus, nats per byte, mean of the blocks",
         ),
         (size_words(report.moved_bytes), _counted(report)),
@@ -341,10 +342,10 @@ def _blocks(report: RunReport) -> str:
             str(b.compared_rounds),
             str(b.agreed_rounds),
             str(b.most_heads),
-            number(b.first_ce_nats),
-            number(b.last_ce_nats),
-            number(b.best_ce_nats),
-            number(b.last_own_ce_nats),
+            number_text(b.first_ce_nats),
+            number_text(b.last_ce_nats),
+            number_text(b.best_ce_nats),
+            number_text(b.last_own_ce_nats),
         ]
         for b in report.blocks
     ]

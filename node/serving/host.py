@@ -17,7 +17,7 @@ from typing import Any, Protocol
 
 import torch
 
-from node.local.model_folder import load_model, weights_digest
+from node.local.model_folder import load_model, tensors_digest
 from node.log.fetch import Peers
 from node.log.follow import Follower, FollowSettings
 from node.network.network import Network, NetworkSettings
@@ -177,7 +177,7 @@ def built_module(
 def loaded_digest(module: Block, flat: Floats) -> bytes:
     """Set a module's weights and return their digest."""
     load_flat(module, flat)
-    return bytes.fromhex(weights_digest(module.state_dict()))
+    return bytes.fromhex(tensors_digest(module.state_dict()))
 
 
 def serve_weights(server: BlockServer, block: int, version: int, flat: Floats) -> None:

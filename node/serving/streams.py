@@ -121,7 +121,7 @@ class PeerStream:
         wait_s = ANSWER_S if self._expected else self.idle_s
         self._in.deadline = Deadline.after(wait_s + ANSWER_S, wait_s)  # an answer may just begin
         try:
-            message = messages.decode(await self._in.receive_head(0))
+            message = messages.decode_message(await self._in.receive_head(0))
         except Stalled:
             if self._in.tally.bytes_in != before:
                 raise

@@ -322,7 +322,9 @@ def _address(number: int) -> str:
     return f"/ip4/{11 + number // 250}.{number % 250}.1.1/tcp/4001"
 
 
-def simulate(scenario: Scenario, seed: int, folder: Path, looked: Looked | None = None) -> Story:
+def run_scenario(
+    scenario: Scenario, seed: int, folder: Path, looked: Looked | None = None
+) -> Story:
     """The whole story of a scenario. `looked` hears of every round."""
 
     async def life() -> Story:

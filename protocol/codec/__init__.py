@@ -45,7 +45,7 @@ from protocol.codec.fixed import (
     Int64s,
     Ints,
     from_fixed,
-    to_fixed,
+    to_codec_fixed,
 )
 from protocol.codec.sections import CODEC_VERSION, MAX_SIZE, Header, Reader
 from protocol.codec.selection import Source
@@ -162,7 +162,7 @@ def decode_fixed(
         return sparse.indices, sparse.coded.values(of_quanta)
     if reader.header.codec in (CodecId.INT8, CodecId.INT4):
         return None, of_quanta(dense.decode_blocks_fixed(reader))
-    return None, of_quanta(to_fixed(dense.decode_floats(reader)))
+    return None, of_quanta(to_codec_fixed(dense.decode_floats(reader)))
 
 
 def _as_float32(vector: Any) -> Float32s:

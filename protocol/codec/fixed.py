@@ -32,7 +32,7 @@ VALUE_LIMIT = FIXED_LIMIT * QUANTUM  # 4096.0
 _SEGMENT = 1 << 16  # coordinates per pass: fits into a core's L2 cache with its temporaries
 
 
-def to_fixed(values: Float32s) -> Int64s:
+def to_codec_fixed(values: Float32s) -> Int64s:
     """Nearest multiple of the quantum, ties to even, clipped to the limit. Refuses NaN and Inf.
 
     Exact for magnitudes from 2^-17 up: a float32 has 24 significant bits.

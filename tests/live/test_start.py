@@ -12,7 +12,7 @@ from pathlib import Path
 
 import pytest
 
-from protocol.identity import generate, peer_text
+from protocol.identity import new_identity, peer_text
 from swarm.run_template import emit
 from tests.support.live import LEAVE_S, Process, children, tiny_run_file
 from tests.support.processes import alive, ends
@@ -31,7 +31,7 @@ def started(*arguments: object) -> Iterator[Process]:
 
 def test_while_it_looks_for_its_run(tmp_path: Path) -> None:
     with socket.create_server(("127.0.0.1", 0)) as silent:
-        port, peer = silent.getsockname()[1], peer_text(generate().peer_id)
+        port, peer = silent.getsockname()[1], peer_text(new_identity().peer_id)
         address = f"/ip4/127.0.0.1/tcp/{port}/p2p/{peer}"
         with started("join", address, "--folder", tmp_path / "host") as host:
             host.until(lambda: {"p2pd", "trainer"} <= host.members().keys())

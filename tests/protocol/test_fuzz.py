@@ -44,7 +44,7 @@ from protocol.messages import (
     UpdateRequest,
     VoteReply,
     VoteRequest,
-    decode,
+    decode_message,
 )
 from protocol.packing import pack
 from protocol.payloads import (
@@ -55,7 +55,7 @@ from protocol.payloads import (
     unpack_index,
     unpack_records,
 )
-from protocol.records import Record, body_of, record_map, seal, sign_body, verify
+from protocol.records import Record, body_of, record_map, seal, sign_body, verify_record
 from protocol.updates import pack_updates, unpack_updates
 from protocol.votes import UpdateRef, Vote, pack_votes, seal_vote, unpack_votes, verify_vote
 
@@ -187,7 +187,7 @@ async def digest_stream(data: bytes, rng: random.Random) -> None:
     try:
         for _ in range(4):
             head = await channel.receive_head()
-            message = decode(head)
+            message = decode_message(head)
             payload = bytes(await channel.receive_bytes(head))
             if head.kind in UNPACK and payload:
                 UNPACK[head.kind](payload)
@@ -243,7 +243,7 @@ def check_record(rng: random.Random) -> None:
         )
         value = sign_body(OWNER, key, subkey, pack(fields), expiration_s)
     try:
-        signed = verify(key, subkey, value, expiration_s, NOW_S)
+        signed = verify_record(key, subkey, value, expiration_s, NOW_S)
     except WireError:
         return
     assert signed.peer_id == OWNER.peer_id
@@ -302,7 +302,7 @@ def test_the_corpus_itself_is_accepted() -> None:
 
         async def accept(channel: Channel = channel, message: Message = message) -> None:
             head = await channel.receive_head()
-            assert decode(head) == message
+            assert decode_message(head) == message
             received = bytes(await channel.receive_bytes(head))
             if head.kind in UNPACK:
                 assert UNPACK[head.kind](received)

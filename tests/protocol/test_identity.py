@@ -20,8 +20,8 @@ from protocol.identity import (
     IdentityDamaged,
     IdentityInUse,
     IdentityReadable,
-    generate,
     load_or_create,
+    new_identity,
     peer_from_text,
     peer_id_of,
     peer_text,
@@ -45,7 +45,7 @@ def test_created_private_and_kept(tmp_path: Path) -> None:
 
 
 def test_signatures_belong_to_the_peer_id() -> None:
-    mine, other = generate(), generate()
+    mine, other = new_identity(), new_identity()
     signature = mine.sign(b"message")
     assert verify(mine.peer_id, signature, b"message")
     assert not verify(mine.peer_id, signature, b"massage")
@@ -65,7 +65,7 @@ def test_peer_id_text_round_trip(public_key: bytes) -> None:
 def test_base58_agrees_with_the_library() -> None:
     base58 = pytest.importorskip("base58")  # hivemind and py-libp2p bring it; we have our own
     for _ in range(20):
-        peer_id = generate().peer_id
+        peer_id = new_identity().peer_id
         assert peer_text(peer_id) == base58.b58encode(peer_id).decode()
 
 
@@ -99,7 +99,7 @@ def damage(data: bytes) -> dict[str, bytes]:
         "cut": data[:-1],
         "longer": data + b"\0",
         "rsa": b"\x08\x00" + data[2:],
-        "public key of another": data[:36] + generate().to_bytes()[36:],
+        "public key of another": data[:36] + new_identity().to_bytes()[36:],
         "one bit": data[:20] + bytes([data[20] ^ 1]) + data[21:],
     }
 
@@ -194,5 +194,5 @@ def test_file_system_without_links(tmp_path: Path, monkeypatch: pytest.MonkeyPat
 
 
 def test_the_seed_is_in_no_text() -> None:
-    identity = generate()
+    identity = new_identity()
     assert repr(identity) == f"Identity({identity.text})"

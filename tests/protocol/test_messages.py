@@ -31,7 +31,7 @@ from protocol.messages import (
     Purpose,
     UpdateRequest,
     VoteRequest,
-    decode,
+    decode_message,
     error_reply,
     expect,
     purpose_of,
@@ -48,7 +48,7 @@ def head(kind: Kind, header: bytes) -> Head:
 @pytest.mark.parametrize("message", EXAMPLES, ids=lambda m: type(m).__name__)
 def test_round_trip(message: Message) -> None:
     header = message.to_header()
-    assert decode(head(message.KIND, header)) == message
+    assert decode_message(head(message.KIND, header)) == message
     assert len(header) <= HEADER_MAX_BYTES
 
 
@@ -62,7 +62,7 @@ def test_every_kind_has_a_message_and_an_example() -> None:
 @pytest.mark.parametrize("message", EXAMPLES, ids=lambda m: type(m).__name__)
 def test_unknown_fields_are_ignored(message: Message) -> None:
     fields = {**packing.to_map(message), "future": [1, 2, {"deep": None}]}
-    assert decode(head(message.KIND, pack(fields))) == message
+    assert decode_message(head(message.KIND, pack(fields))) == message
 
 
 @pytest.mark.parametrize("message", EXAMPLES, ids=lambda m: type(m).__name__)
@@ -73,11 +73,11 @@ def test_every_field_is_checked(message: Message) -> None:
         bad: list[object] = [None, -1, 2**64 - 1, 1.5e308, float("nan"), True, {"a": 1}, [[]]]
         for value in (*bad, "\x1b[31m", "x" * 6000, b"x" * 6000, [0] * 100):
             with pytest.raises(Malformed):
-                decode(head(message.KIND, pack({**whole, name: value})))
+                decode_message(head(message.KIND, pack({**whole, name: value})))
         if field.default is dataclasses.MISSING:
             without = {key: value for key, value in whole.items() if key != name}
             with pytest.raises(Malformed, match="missing"):
-                decode(head(message.KIND, pack(without)))
+                decode_message(head(message.KIND, pack(without)))
 
 
 def test_nothing_is_sent_that_would_be_refused() -> None:
@@ -90,7 +90,7 @@ def test_nothing_is_sent_that_would_be_refused() -> None:
 @pytest.mark.parametrize("header", [b"", b"\x90", b"\xc0", b"\x80\x80", b"\xff" * 100])
 def test_headers_that_are_no_map(header: bytes) -> None:
     with pytest.raises(Malformed):
-        decode(head(Kind.PING, header))
+        decode_message(head(Kind.PING, header))
 
 
 def test_expect() -> None:
@@ -123,7 +123,7 @@ def test_error_replies(error: Exception, code: ErrorCode) -> None:
     reply = error_reply(error)
     assert reply.code == code
     assert "secret" not in reply.reason
-    assert decode(head(Kind.ERROR, reply.to_header())) == reply
+    assert decode_message(head(Kind.ERROR, reply.to_header())) == reply
 
 
 @pytest.mark.parametrize(
@@ -151,7 +151,7 @@ def test_pins_have_one_length() -> None:
 
 
 def test_unknown_error_codes_stay_numbers() -> None:
-    message: Any = decode(head(Kind.ERROR, pack({"code": 4000, "new": 1})))
+    message: Any = decode_message(head(Kind.ERROR, pack({"code": 4000, "new": 1})))
     assert message == ErrorReply(code=4000)
 
 

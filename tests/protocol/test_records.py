@@ -14,7 +14,7 @@ from hypothesis import strategies as st
 from protocol import records as module
 from protocol.errors import WireError
 from protocol.frames import VersionMismatch
-from protocol.identity import Identity, generate
+from protocol.identity import Identity, new_identity
 from protocol.limits import (
     BLOCK_MAX,
     BLOCK_NONE,
@@ -44,7 +44,7 @@ from protocol.records import (
     seal,
     sign_body,
     subkey_of,
-    verify,
+    verify_record,
 )
 
 NOW_S = 1_800_000_000.0
@@ -70,7 +70,7 @@ def make(**changes: Any) -> Record:
 
 def check(signed: SignedRecord, now_s: float = NOW_S, **changes: Any) -> SignedRecord:
     changed = dataclasses.replace(signed, **changes)
-    return verify(changed.key, changed.subkey, changed.value, changed.expiration_s, now_s)
+    return verify_record(changed.key, changed.subkey, changed.value, changed.expiration_s, now_s)
 
 
 GOOD = seal(OWNER, make(), NOW_S + 300)
@@ -340,7 +340,7 @@ def test_values_that_are_no_bytes(change: dict[str, Any]) -> None:
 
 
 def test_buckets_spread_and_stay() -> None:
-    buckets = {bucket_of(generate().peer_id) for _ in range(200)}
+    buckets = {bucket_of(new_identity().peer_id) for _ in range(200)}
     assert buckets == set(range(BUCKETS_PER_BLOCK))
     names = key_names(RUN, 3)
     assert len(set(names)) == BUCKETS_PER_BLOCK

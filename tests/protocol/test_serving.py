@@ -14,7 +14,7 @@ from hypothesis import strategies as st
 from protocol.frames import Head
 from protocol.identity import peer_id_of
 from protocol.limits import HEADER_MAX_BYTES, PAYLOAD_MAX_BYTES, SWEEP_HOPS_MAX, Kind
-from protocol.messages import Message, Purpose, decode, purpose_of
+from protocol.messages import Message, Purpose, decode_message, purpose_of
 from protocol.packing import Malformed, pack, to_map
 from protocol.parcel import (
     NIBBLE_TOP,
@@ -96,7 +96,7 @@ def head(kind: Kind, header: bytes) -> Head:
 
 @pytest.mark.parametrize("message", EXAMPLES, ids=lambda m: type(m).__name__)
 def test_round_trip(message: Message) -> None:
-    assert decode(head(message.KIND, message.to_header())) == message
+    assert decode_message(head(message.KIND, message.to_header())) == message
 
 
 @pytest.mark.parametrize("message", EXAMPLES, ids=lambda m: type(m).__name__)
@@ -105,7 +105,7 @@ def test_every_field_is_checked(message: Message) -> None:
     for field in dataclasses.fields(message):
         for bad in (None, "\x1b", -1, 2**63, b"x" * 5000, [[]], 1e300, {"a": 1}):
             with pytest.raises(Malformed):
-                decode(head(message.KIND, pack({**whole, field.metadata["name"]: bad})))
+                decode_message(head(message.KIND, pack({**whole, field.metadata["name"]: bad})))
 
 
 def test_every_serving_kind_has_a_message_and_stands_in_the_spec() -> None:
@@ -159,9 +159,9 @@ FOREIGN = b"\x12\x20" + b"r" * 36  # the length of ours, and no Ed25519 key in i
 )
 def test_ids_are_whole_or_empty_and_of_peers(message: Message, name: str, bad: object) -> None:
     whole = to_map(message)
-    assert decode(head(message.KIND, pack(whole))) == message
+    assert decode_message(head(message.KIND, pack(whole))) == message
     with pytest.raises(Malformed):
-        decode(head(message.KIND, pack({**whole, name: bad})))
+        decode_message(head(message.KIND, pack({**whole, name: bad})))
 
 
 @pytest.mark.parametrize("weight", [float("nan"), -1.0, float("inf"), 1e7])

@@ -21,7 +21,7 @@ from protocol.frames import Channel, Deadline, Head, content_digest, encode_head
 from protocol.identity import Identity, peer_from_text, peer_text
 from protocol.limits import PAYLOAD_MAX_BYTES, Kind
 from protocol.log import Contribution, Entry, Pin, genesis, pack_log, unpack_log, unpack_pin
-from protocol.messages import ErrorCode, decode
+from protocol.messages import ErrorCode, decode_message
 from protocol.records import Record
 from protocol.updates import pack_updates, unpack_updates
 from protocol.version import PROTOCOL_MAJOR, PROTOCOL_MINOR
@@ -269,20 +269,20 @@ def test_records() -> None:
     vectors = load()
     for vector, record in zip(vectors["records"], RECORDS, strict=True):
         where = (vector["key"], vector["subkey"], vector["value"], vector["expiration_s"])
-        signed = records.verify(*where, vectors["now_s"])
+        signed = records.verify_record(*where, vectors["now_s"])
         assert signed.record == record
         assert packing.unpack_map(records.body_of(signed.value), 512) == vector["fields"]
     for vector in vectors["records_refused"]:
         where = (vector["key"], vector["subkey"], vector["value"], vector["expiration_s"])
         with pytest.raises(errors.WireError) as caught:
-            records.verify(*where, vectors["now_s"])
+            records.verify_record(*where, vectors["now_s"])
         assert type(caught.value).__name__ == vector["error"]
 
 
 def test_messages() -> None:
     for vector, message in zip(load()["messages"], EXAMPLES, strict=True):
         head = Head(Kind(vector["kind"]), 0, 0, vector["header"], 0)
-        assert decode(head) == message
+        assert decode_message(head) == message
         assert packing.unpack_map(vector["header"], 8192) == vector["fields"]
         assert packing.pack(vector["fields"]) == vector["header"]
 
@@ -308,7 +308,7 @@ def test_votes_and_payloads() -> None:
     assert verify_vote(vectors["vote"]["blob"]) == SIGNED_VOTE
     lists = vectors["payloads"]
     entries = payloads.unpack_records(lists["records"])
-    assert [records.verify(*e, vectors["now_s"]).record for e in entries] == RECORDS
+    assert [records.verify_record(*e, vectors["now_s"]).record for e in entries] == RECORDS
     assert unpack_votes(lists["votes"]) == [vectors["vote"]["blob"]]
     assert unpack_log(lists["log"]) == LOG
     assert unpack_updates(lists["updates"], 100) == [b"first", b"second one"]

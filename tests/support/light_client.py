@@ -92,7 +92,7 @@ def several(address: str) -> list[int]:
             return
 
     async def main() -> None:
-        async with light.connect(light.parse_address(address), deadline) as peer:
+        async with light.connect(light.parse_light_address(address), deadline) as peer:
             async with trio.open_nursery() as nursery:
                 for task in (ask, drop, ask, ask):
                     nursery.start_soon(task, peer)

@@ -23,7 +23,7 @@ from node.network.service import Service, Status, serve_basics
 from node.network.transport import Caller, P2pdStream
 from protocol import frames, messages
 from protocol.frames import Channel, Deadline, Truncated, content_digest
-from protocol.identity import Identity, generate, load_or_create
+from protocol.identity import Identity, load_or_create, new_identity
 from protocol.ledger import Ledger
 from protocol.limits import BLOCK_NONE, MIB, Kind
 from protocol.messages import Message
@@ -61,12 +61,12 @@ def mixed_records(own: Identity) -> list[tuple[bytes, bytes, bytes, float]]:
     """Four good ones, one of them also in an older version, and some of every bad kind."""
     good = honest_records(own)
     older = record_of(own, 0, role=Role.SEED, block=BLOCK_NONE, sequence=0)
-    forged, longer = record_of(generate(), 5), record_of(generate(), 6)
+    forged, longer = record_of(new_identity(), 5), record_of(new_identity(), 6)
     changed = forged.value.replace(forged.record.consensus, content_digest(b"a lie"))
-    moved = record_of(generate(), 4)
-    expired = record_of(generate(), 7, life_s=-60)
-    eternal = record_of(generate(), 8, life_s=86400)
-    other = record_of(generate(), 9, run=content_digest(b"another run"))
+    moved = record_of(new_identity(), 4)
+    expired = record_of(new_identity(), 7, life_s=-60)
+    eternal = record_of(new_identity(), 8, life_s=86400)
+    other = record_of(new_identity(), 9, run=content_digest(b"another run"))
     rows = [(r.key, r.subkey, r.value, r.expiration_s) for r in (*good, older)]
     rows += [(r.key, r.subkey, r.value, r.expiration_s) for r in (expired, eternal, other)]
     rows.append((forged.key, forged.subkey, changed, forged.expiration_s))
@@ -94,7 +94,7 @@ class Server:
             return
         async with Channel(stream, Deadline.after(30)) as channel:
             while True:
-                request = messages.decode(await channel.receive_head())
+                request = messages.decode_message(await channel.receive_head())
                 await self.answer(channel, request)
 
     async def answer(self, channel: Channel, request: Message) -> None:

@@ -7,7 +7,7 @@ from collections.abc import Sequence
 from typing import Any
 
 from node.network.standing import Standings
-from protocol.identity import Identity, generate
+from protocol.identity import Identity, new_identity
 from protocol.log import Contribution, Entry, genesis
 from protocol.records import Record, Role, SignedRecord, seal
 from swarm.consensus.log import ConsensusLog
@@ -15,7 +15,7 @@ from tests.support.loopback import RUN_ID
 
 
 def many(count: int) -> list[Identity]:
-    return [generate() for _ in range(count)]
+    return [new_identity() for _ in range(count)]
 
 
 def record_of(

@@ -9,7 +9,7 @@ from pathlib import Path
 import pytest
 from click.testing import CliRunner, Result
 
-from node.commands.init import init, operator_commands, summary
+from node.commands.init import init, operator_commands, run_summary
 from protocol.errors import UsageError
 from swarm.run_template import PRESETS, preset
 from swarm.runfile import RunFileError, parse
@@ -61,11 +61,11 @@ def test_unknown_preset(tmp_path: Path) -> None:
 
 
 def test_summary() -> None:
-    assert "1.9 million parameters in 4 blocks, 300 rounds of 4 s, 20 min" in summary(
+    assert "1.9 million parameters in 4 blocks, 300 rounds of 4 s, 20 min" in run_summary(
         preset("tiny", "x")
     )
-    assert "MB in all, both ways" in summary(preset("tiny", "x"))  # it is over within a day
-    week = summary(preset("large", "x"))
+    assert "MB in all, both ways" in run_summary(preset("tiny", "x"))  # it is over within a day
+    week = run_summary(preset("large", "x"))
     assert "7 days in all" in week and "GB per day, both ways" in week
 
 

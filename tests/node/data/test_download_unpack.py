@@ -8,7 +8,7 @@ from pathlib import Path
 import pytest
 
 from node.data import download
-from node.data.download import Archive, ArchiveMember, unpack
+from node.data.download import Archive, ArchiveMember, unpack_archive
 from protocol.errors import DataError
 from tests.support.archive_server import make_zip
 
@@ -17,7 +17,7 @@ ONE = Archive("one", "http://x/one.zip", 0, "", (ArchiveMember("a.txt", 1000),))
 
 def unpack_bytes(packed: bytes, tmp_path: Path, archive: Archive = ONE) -> Path:
     (tmp_path / "one.zip").write_bytes(packed)
-    unpack(archive, tmp_path / "one.zip", tmp_path / "text")
+    unpack_archive(archive, tmp_path / "one.zip", tmp_path / "text")
     return tmp_path / "text"
 
 

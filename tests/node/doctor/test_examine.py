@@ -19,8 +19,8 @@ import pytest
 import node.network.daemon as node_daemon
 from node.doctor import machine as doctor_machine
 from node.doctor import network as doctor_network
-from node.doctor.examine import Check, Examination, bounded, examine, facts, well
-from node.doctor.network import wire
+from node.doctor.examine import Check, Examination, examine, facts, well, within_time
+from node.doctor.network import network_checks
 from node.machine import own_packages
 from node.network.service import Reply
 from protocol import messages
@@ -111,7 +111,7 @@ def test_a_check_that_hangs_or_breaks_is_a_finding() -> None:
         raise RuntimeError("from some library")
 
     async def all_of_them() -> list[Check]:
-        return [*await bounded("slow", hang, 0.05), *await bounded("broken", crash)]
+        return [*await within_time("slow", hang, 0.05), *await within_time("broken", crash)]
 
     slow, broken = asyncio.run(all_of_them())
     assert slow.state == broken.state == "failed"
@@ -188,7 +188,7 @@ def test_a_torch_that_hangs_is_ended(monkeypatch: pytest.MonkeyPatch) -> None:
     monkeypatch.setattr(doctor_machine, "_TORCH", "import time; time.sleep(600)")
 
     async def main() -> list[Check]:
-        return await bounded("torch", doctor_machine.torch, 0.5)
+        return await within_time("torch", doctor_machine.torch, 0.5)
 
     assert run(main())[0].state == "failed"  # and `run` sees that no process's pipe is left
 
@@ -246,11 +246,11 @@ def test_p2pd_that_is_not_executable(tmp_path: Path, monkeypatch: pytest.MonkeyP
     program = tmp_path / "p2pd"
     program.write_text("#!/bin/sh\nkill -9 $$\n")
     monkeypatch.setattr(node_daemon, "_binary", lambda: str(program))
-    checks = by_name(run(wire(Examination(listen=LOOPBACK))))
+    checks = by_name(run(network_checks(Examination(listen=LOOPBACK))))
     assert checks["p2pd"].state == "failed" and checks["p2pd"].fixes == (f"chmod +x {program}",)
     assert checks["clock"].state == "skipped"
     program.chmod(program.stat().st_mode | stat.S_IXUSR)
-    checks = by_name(run(wire(Examination(listen=LOOPBACK))))
+    checks = by_name(run(network_checks(Examination(listen=LOOPBACK))))
     assert "killed by SIGKILL" in checks["p2pd"].what
 
 
@@ -258,7 +258,7 @@ def test_peers_clock_and_reachability(tmp_path: Path) -> None:
     async def main() -> None:
         async with node_of_a_run(tmp_path, "a") as a:
             [address] = await a.invitations()
-            checks = by_name(await wire(Examination((address,), 0, LOOPBACK)))
+            checks = by_name(await network_checks(Examination((address,), 0, LOOPBACK)))
             assert {name: check.state for name, check in checks.items()} == {
                 "p2pd": "ok",
                 "peers": "ok",
@@ -269,10 +269,10 @@ def test_peers_clock_and_reachability(tmp_path: Path) -> None:
             # a host that has the port already is the one that is knocked at
             async with node_of_a_run(tmp_path, "b", join=[address]) as b:
                 plan = Examination((address,), b.daemon.port, LOOPBACK)
-                checks = by_name(await wire(plan))
+                checks = by_name(await network_checks(plan))
                 assert f"127.0.0.1:{b.daemon.port}" in checks["reachability"].what
             tell_the_time(a, 3600.0)
-            checks = by_name(await wire(Examination((address,), 0, LOOPBACK)))
+            checks = by_name(await network_checks(Examination((address,), 0, LOOPBACK)))
             assert checks["clock"].state == "failed" and "60 minutes behind" in checks["clock"].what
             assert "timedatectl" in checks["clock"].fixes[0]
 
@@ -288,7 +288,7 @@ def test_a_peer_that_cannot_reach_us(tmp_path: Path) -> None:
                 return Reply(messages.DialBackReply(outcome=3, observed="198.51.100.7"))
 
             a.serve(messages.DialBack, no)
-            checks = by_name(await wire(Examination((address,), 0, LOOPBACK)))
+            checks = by_name(await network_checks(Examination((address,), 0, LOOPBACK)))
             failed = checks["reachability"]
             assert failed.state == "failed" and "198.51.100.7" in failed.what
             assert f"doctor {address} --port" in failed.fixes[0] and "--relay" in failed.fixes[-1]
@@ -302,7 +302,7 @@ def test_peers_that_do_not_answer(tmp_path: Path, closed: int) -> None:
             [address] = await a.invitations()
             peer = address.rpartition("/")[2]
             wrong = f"/ip4/127.0.0.1/tcp/{closed}/p2p/{peer}"
-            found = await wire(Examination((wrong,), 0, LOOPBACK))
+            found = await network_checks(Examination((wrong,), 0, LOOPBACK))
             checks = by_name(found)
             assert checks["peers"].state == "failed" and "refused" in checks["peers"].what
             assert checks["clock"].state == checks["reachability"].state == "skipped"

@@ -12,7 +12,7 @@ import pytest
 from node.host.block_choice import UNLIMITED, BlockWatch, choose_block, hosts_of
 from protocol.errors import UsageError
 from protocol.frames import Stalled
-from protocol.identity import generate, peer_text
+from protocol.identity import new_identity, peer_text
 from protocol.records import Role
 from swarm.assignment import MoveRules, must_stay
 from tests.support.live import tiny_run_file
@@ -28,7 +28,7 @@ class Records:
     """
 
     def __init__(self, **rounds: list[int]) -> None:
-        self.identity = generate()
+        self.identity = new_identity()
         self.peer_id = self.identity.peer_id
         self.found: dict[int, list[Any]] = {}
         for name, numbers in rounds.items():
@@ -36,7 +36,7 @@ class Records:
 
     def _record(self, number: int, role: int = Role.REPLICA) -> Any:
         record = SimpleNamespace(round=number, role=role)
-        return SimpleNamespace(peer_id=generate().peer_id, record=record)
+        return SimpleNamespace(peer_id=new_identity().peer_id, record=record)
 
     async def replicas(self, block: int) -> list[Any]:
         found = self.found.get(block)
@@ -64,7 +64,7 @@ def not_needed(records: Records) -> Records:
     """So that we are not the one who has to stay."""
     mates = [peer_text(s.peer_id) for s in records.found[0]]
     while True:
-        records.peer_id = generate().peer_id
+        records.peer_id = new_identity().peer_id
         if not must_stay(peer_text(records.peer_id), mates, 1):
             return records
 
@@ -112,7 +112,7 @@ def test_too_few_is_a_need_only_while_no_block_is_lost() -> None:
     few = Records(b0=[20, 20], b1=[20], b2=[20, 20])
     mates = {peer_text(s.peer_id) for s in few.found[0]}
     while must_stay(peer_text(few.peer_id), mates, 2):
-        few.peer_id = generate().peer_id
+        few.peer_id = new_identity().peer_id
     assert looks(watch(few), 2) == [None, 1]
     assert looks(watch(Records(b0=[20], b1=[20], b2=[20, 20])), 4) == [None] * 4
 

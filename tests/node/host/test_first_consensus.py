@@ -16,7 +16,7 @@ from node.replica.exchange import ReplicaSettings
 from node.replica.service import serve_replica
 from protocol import messages
 from protocol.frames import Refused
-from protocol.identity import generate, peer_text
+from protocol.identity import new_identity, peer_text
 from protocol.messages import Purpose
 from protocol.records import Role
 from swarm.rounds.deadline import DeadlineRules
@@ -32,7 +32,7 @@ class Town(Donors):
 
     def __init__(self, copies: Sequence[Chain], hosts_of_0: Sequence[Chain] = ()) -> None:
         super().__init__()
-        self.peer_id = generate().peer_id
+        self.peer_id = new_identity().peer_id
         self.settings = SimpleNamespace(run_id=RUN)
         self.found: dict[int, list[Any]] = {0: [], 1: []}
         for block, chains in enumerate((hosts_of_0, copies)):
@@ -62,7 +62,7 @@ class Town(Donors):
 
 def _record() -> Any:
     record = SimpleNamespace(round=20, role=Role.REPLICA)
-    return SimpleNamespace(peer_id=generate().peer_id, record=record)
+    return SimpleNamespace(peer_id=new_identity().peer_id, record=record)
 
 
 async def nobody(block: int) -> Sequence[str]:

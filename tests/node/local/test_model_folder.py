@@ -20,7 +20,7 @@ from node.local.model_folder import (
     load_model,
     read_manifest,
     save_model,
-    weights_digest,
+    tensors_digest,
 )
 from protocol.errors import ModelError, UsageError
 from swarm.learning.composition import ComposedModel
@@ -57,7 +57,7 @@ def sign_again(folder: Path, block: int) -> None:
     prefix = f"block.{block}."
     tensors = load_file(folder / "model.safetensors")
     state = {k.removeprefix(prefix): v for k, v in tensors.items() if k.startswith(prefix)}
-    edit_manifest(folder, lambda m: m["blocks"][block].update(digest=weights_digest(state)))
+    edit_manifest(folder, lambda m: m["blocks"][block].update(digest=tensors_digest(state)))
 
 
 def test_round_trip(folder: Path) -> None:

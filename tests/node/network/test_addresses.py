@@ -15,14 +15,14 @@ from node.network.addresses import (
     from_option,
     in_order,
     listening_on,
-    parse,
+    parse_address,
     relayed,
     split_peer,
     through_relay,
     to_announce,
     with_peer,
 )
-from protocol.identity import Identity, generate
+from protocol.identity import Identity, new_identity
 from protocol.limits import ADDRESSES_PER_RECORD
 
 PEER = Identity(bytes(range(32)))  # a fixed one: it stands in the tests' names
@@ -49,7 +49,7 @@ RELAYED = through_relay(PUBLIC, PEER.peer_id)
     ],
 )
 def test_parse(text: str, scope: Scope, is_relayed: bool, ipv6: bool) -> None:
-    address = parse(text)
+    address = parse_address(text)
     assert (address.scope, address.relayed, address.ipv6) == (scope, is_relayed, ipv6)
 
 
@@ -74,21 +74,21 @@ def test_parse(text: str, scope: Scope, is_relayed: bool, ipv6: bool) -> None:
 )
 def test_what_is_no_address(text: str) -> None:
     with pytest.raises(AddressError) as error:
-        parse(text)
+        parse_address(text)
     assert "\x1b" not in str(error.value)
     assert in_order([text, PUBLIC]) == [PUBLIC]
 
 
 @given(st.text(max_size=80))
 def test_any_text_is_parsed_or_refused(text: str) -> None:
-    for function in (parse, split_peer, lambda t: from_option(t, 4001)):
+    for function in (parse_address, split_peer, lambda t: from_option(t, 4001)):
         with contextlib.suppress(AddressError):
             function(text)
 
 
 def test_whom_to_dial_is_part_of_an_invitation() -> None:
     assert split_peer(f" {with_peer(PUBLIC, PEER.peer_id)}\n") == (PEER.peer_id, PUBLIC)
-    other = generate()
+    other = new_identity()
     assert split_peer(with_peer(RELAYED, other.peer_id)) == (other.peer_id, RELAYED)
     for text in (PUBLIC, f"{PUBLIC}/p2p/", f"{PUBLIC}/p2p/QmRSA", f"/p2p/{PEER.text}", RELAYED):
         with pytest.raises(AddressError) as error:

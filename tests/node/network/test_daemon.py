@@ -18,7 +18,7 @@ from node.network.network import Network, NobodyThere
 from protocol import messages
 from protocol.errors import IdentityError
 from protocol.frames import Deadline
-from protocol.identity import generate, load_or_create
+from protocol.identity import load_or_create, new_identity
 from protocol.records import Record, Role
 from tests.support.loopback import (  # noqa: F401
     RUN_ID,
@@ -120,7 +120,7 @@ def test_a_lost_network_is_said_once_and_healed(tmp_path: Path) -> None:
 
 def test_joining_through_nobody_fails_with_a_hint(tmp_path: Path) -> None:
     async def main() -> None:
-        nobody = f"/ip4/127.0.0.1/tcp/9/p2p/{generate().text}"
+        nobody = f"/ip4/127.0.0.1/tcp/9/p2p/{new_identity().text}"
         with pytest.raises(NobodyThere) as failed:
             async with node(tmp_path, "a", [nobody]):
                 pass

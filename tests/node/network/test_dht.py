@@ -29,7 +29,7 @@ from node.network.hivemind_parts import (
 )
 from protocol import records
 from protocol.errors import WireError
-from protocol.identity import generate
+from protocol.identity import new_identity
 from protocol.limits import RECORDS_PER_KEY
 from protocol.packing import Malformed
 from tests.support.sealed_records import sealed
@@ -67,11 +67,11 @@ def test_a_ping_under_way_is_held_and_their_number_is_bounded() -> None:
             await asyncio.get_running_loop().create_future()  # only the task itself holds it
             pinged.append(peer)
 
-        crowded = PeerID(generate().peer_id)
+        crowded = PeerID(new_identity().peer_id)
         table = SimpleNamespace(add_or_update_node=lambda node, peer: (node_id_of(b""), crowded))
         protocol = SimpleNamespace(routing_table=table, call_ping=call_ping, pings=set())
         for _ in range(PINGS_AT_ONCE + 5):
-            peer_id = generate().peer_id
+            peer_id = new_identity().peer_id
             RecordProtocol._meet(protocol, node_id_of(peer_id), PeerID(peer_id))
         await asyncio.sleep(0)
         gc.collect()
@@ -87,7 +87,7 @@ def test_a_ping_under_way_is_held_and_their_number_is_bounded() -> None:
 
 
 def test_dictionaries_of_the_wire_are_hivemind_s_both_ways() -> None:
-    some = [sealed(generate(), block=3) for _ in range(5)]
+    some = [sealed(new_identity(), block=3) for _ in range(5)]
     packed = pack_dictionary(some)
     theirs = MSGPackSerializer.loads(packed)
     assert isinstance(theirs, DictionaryDHTValue)
@@ -137,6 +137,6 @@ def test_a_lookup_takes_turns_over_its_responders() -> None:
 
 
 def test_a_place_in_the_ring_is_the_hash_of_the_identity() -> None:
-    peer_id = generate().peer_id
+    peer_id = new_identity().peer_id
     assert node_id_of(peer_id) == node_id_of(bytes(peer_id))
     assert node_id_of(peer_id).to_bytes() == records.dht_key(peer_id)

@@ -22,7 +22,7 @@ from node.network.ring import REPLICAS, STORES_PER_WALK
 from protocol import messages, records
 from protocol.admission import read_entries
 from protocol.frames import Stalled, content_digest
-from protocol.identity import generate
+from protocol.identity import new_identity
 from protocol.ledger import Ledger
 from protocol.limits import BLOCK_NONE, RECORD_MAX_BYTES
 from protocol.payloads import unpack_records
@@ -215,13 +215,13 @@ def test_an_answer_names_a_node_once(tmp_path: Path) -> None:
 
 
 def test_sequence_numbers_grow_over_restarts_and_addresses_fit() -> None:
-    identity, now_s = generate(), 1_700_000_000.0
+    identity, now_s = new_identity(), 1_700_000_000.0
     first = Discovery(identity, RUN_ID, PeerBook(), Ledger(), lambda: now_s)
     numbers = [first.seal(RECORD).record.sequence for _ in range(3)]
     again = Discovery(identity, RUN_ID, PeerBook(), Ledger(), lambda: now_s + 1.0)
     numbers.append(again.seal(RECORD).record.sequence)
     assert numbers == sorted(set(numbers))
-    relay = f"/ip6/2001:db8::1:2:3:4/tcp/40001/p2p/{generate().text}/p2p-circuit"
+    relay = f"/ip6/2001:db8::1:2:3:4/tcp/40001/p2p/{new_identity().text}/p2p-circuit"
     record = dataclasses.replace(RECORD, consensus=RUN_ID, update=RUN_ID, update_bytes=10**9)
     signed = first.seal(dataclasses.replace(record, addresses=(relay,) * 4))
     assert 0 < len(signed.record.addresses) < 4
@@ -229,7 +229,7 @@ def test_sequence_numbers_grow_over_restarts_and_addresses_fit() -> None:
 
 
 def test_seeds_are_whole_addresses() -> None:
-    one = generate()
+    one = new_identity()
     texts = [f"/ip4/10.0.0.{n}/tcp/1/p2p/{one.text}" for n in (1, 2)]
     assert parse_seeds(texts) == {one.peer_id: ("/ip4/10.0.0.1/tcp/1", "/ip4/10.0.0.2/tcp/1")}
     with pytest.raises(AddressError):

@@ -21,7 +21,7 @@ from node.network.hivemind_parts import (
 from protocol import records
 from protocol.admission import RecordTable
 from protocol.frames import content_digest
-from protocol.identity import generate
+from protocol.identity import new_identity
 from protocol.limits import RECORD_LIFE_MAX_S, RECORD_MAX_BYTES, RECORDS_PER_KEY
 from protocol.records import SignedRecord
 from tests.support.loopback import RUN_ID, _no_daemon_left, node, pair, run  # noqa: F401
@@ -33,7 +33,7 @@ def test_forged_records_are_refused_by_live_nodes(tmp_path: Path) -> None:
         async with pair(tmp_path) as (storer, attacker):
             await storer.announce(RECORD)
             held = storer.discovery.stored_records
-            victim, me = generate(), attacker.identity
+            victim, me = new_identity(), attacker.identity
             good = sealed(victim)
             args = good.key, good.subkey, good.value, good.expiration_s
 
@@ -50,7 +50,7 @@ def test_forged_records_are_refused_by_live_nodes(tmp_path: Path) -> None:
             plain = records.sign_body(me, good.key, b"\xc0", body, good.expiration_s)
             assert await refused(good.key, b"\xc0", plain, good.expiration_s)
             # whole dictionaries, however large
-            many = pack_dictionary([sealed(generate()) for _ in range(50)])
+            many = pack_dictionary([sealed(new_identity()) for _ in range(50)])
             assert await refused(good.key, b"", many, good.expiration_s)
             huge = DictionaryDHTValue()
             for number in range(20_000):
@@ -94,7 +94,7 @@ def test_requests_beyond_the_limits_are_refused(tmp_path: Path) -> None:
         async with pair(tmp_path) as (a, b):
             protocol = b.discovery.ring.protocol
             stub = protocol.get_stub(PeerID(a.peer_id))
-            good = sealed(generate())
+            good = sealed(new_identity())
             columns = {
                 "keys": [good.key] * 17,
                 "subkeys": [good.subkey] * 17,
@@ -143,7 +143,7 @@ def test_a_lying_storer_cannot_hide_or_forge_records(tmp_path: Path) -> None:
                 true, value=true.value[:-64] + bytes(64), expiration_s=true.expiration_s + 100
             )
             noise = [
-                dataclasses.replace(sealed(generate()), value=b"\x80" * 400) for _ in range(90)
+                dataclasses.replace(sealed(new_identity()), value=b"\x80" * 400) for _ in range(90)
             ]
             liar.discovery.ring.protocol.table = LyingTable([forged, *noise])
             async with node(tmp_path, "reader", await liar.invitations()) as reader:
@@ -161,7 +161,9 @@ def test_a_flood_of_identities_is_bounded_and_earlier_peers_stay(tmp_path: Path)
             await attacker.announce(dataclasses.replace(RECORD, addresses=("/ip4/10.2.0.1/tcp/1",)))
             protocol = attacker.discovery.ring.protocol
             stub = protocol.get_stub(PeerID(storer.peer_id))
-            flood = [sealed(generate(), addresses=("/ip4/10.3.0.1/tcp/1",)) for _ in range(1200)]
+            flood = [
+                sealed(new_identity(), addresses=("/ip4/10.3.0.1/tcp/1",)) for _ in range(1200)
+            ]
             for start in range(0, len(flood), 16):
                 some = flood[start : start + 16]
                 request = dht_pb2.StoreRequest(

@@ -25,7 +25,7 @@ from tests.support.loopback import (  # noqa: F401
 from node.network.network import Network, NetworkSettings
 from node.network.service import Status
 from protocol import messages
-from protocol.identity import generate, load_or_create
+from protocol.identity import load_or_create, new_identity
 from protocol.records import Role
 
 
@@ -116,7 +116,7 @@ def test_nobody_is_not_joined_through(tmp_path: Path) -> None:
     """An identity that is in use elsewhere is free again after a start that failed."""
 
     async def main() -> None:
-        nobody = f"/ip4/127.0.0.1/tcp/9/p2p/{generate().text}"
+        nobody = f"/ip4/127.0.0.1/tcp/9/p2p/{new_identity().text}"
         async with alone(tmp_path, nobody, []):
             pass
 

@@ -5,14 +5,14 @@ from __future__ import annotations
 from pathlib import Path
 
 from node.network.discovery import PeerBook
-from protocol.identity import Identity, generate
+from protocol.identity import Identity, new_identity
 from tests.support.strangers import log_of, many, standings_with
 
 
 def test_the_peer_book_is_bounded_kept_and_never_in_the_way(tmp_path: Path) -> None:
     path = tmp_path / "peers.json"
     book = PeerBook(path)
-    peers = [generate().peer_id for _ in range(300)]
+    peers = [new_identity().peer_id for _ in range(300)]
     for number, peer in enumerate(peers):
         book.remember(peer, [f"/ip4/10.0.{number // 250}.1/tcp/{number + 1}", "nonsense"])
     book.remember(peers[100], ["/ip4/10.9.9.9/tcp/1"])

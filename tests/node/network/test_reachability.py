@@ -11,7 +11,7 @@ import pytest
 from hypothesis import given
 from hypothesis import strategies as st
 
-from node.network.addresses import Scope, parse
+from node.network.addresses import Scope, parse_address
 from node.network.daemon import free_port
 from node.network.discovery import PeerBook
 from node.network.reachability import (
@@ -100,9 +100,9 @@ def test_any_answers_give_a_verdict(rows: list[tuple[str, int]], port: int) -> N
     verdict = judge([Opinion("p", *row) for row in rows], Door(port, port))
     assert verdict.line.startswith("reachable: ") and "\n" not in verdict.line
     if verdict.reachable == "yes":
-        assert (parse(verdict.address).text.split("/")[2], int(DialOutcome.REACHED)) in rows
+        assert (parse_address(verdict.address).text.split("/")[2], int(DialOutcome.REACHED)) in rows
     assert verdict.public == (
-        bool(verdict.address) and parse(verdict.address).scope is Scope.PUBLIC
+        bool(verdict.address) and parse_address(verdict.address).scope is Scope.PUBLIC
     )
 
 

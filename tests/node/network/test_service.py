@@ -14,7 +14,7 @@ from node.network.gate import Gate
 from node.network.service import AGENT, Reply, Service, Status, serve_basics
 from protocol import frames, messages
 from protocol.frames import Channel, Chunks, Deadline, content_digest
-from protocol.identity import generate
+from protocol.identity import new_identity
 from protocol.ledger import Ledger
 from protocol.limits import (
     BLOCK_NONE,
@@ -29,7 +29,7 @@ from tests.support.memory_stream import stream_pair
 T = TypeVar("T")
 RUN_FILE = b"blocks = 3\n"
 RUN = content_digest(RUN_FILE)
-PEER = generate().peer_id
+PEER = new_identity().peer_id
 UPDATE = messages.UpdateRequest(run=RUN, block=2, round=1, digest=RUN)
 Talk = Callable[[Channel], Awaitable[T]]
 
@@ -67,7 +67,7 @@ async def one(
 
 def records() -> list[SignedRecord]:
     record = Record(run=RUN, role=1, block=1, round=1, sequence=1)
-    return [seal(generate(), record, 1e9) for _ in range(5)]
+    return [seal(new_identity(), record, 1e9) for _ in range(5)]
 
 
 def basic_service(**changes: Any) -> tuple[Service, list[tuple[int, int]]]:
@@ -254,7 +254,7 @@ def test_busy_beyond_the_places_for_transfers_and_for_streams() -> None:
             await began.wait()
             with pytest.raises(frames.Busy):  # a third one at once of the same peer
                 await one(service, messages.Ping(), messages.Pong)
-            other = generate().peer_id
+            other = new_identity().peer_id
             assert await one(service, messages.Ping(), messages.Pong, other)
             go_on.set()
             with pytest.raises(frames.Refused):
@@ -312,7 +312,7 @@ def test_a_stream_between_two_questions_takes_no_place_unless_too_many_rest() ->
             else:  # one too many to rest: it keeps its place, the only one
                 assert service._resting.inside == 2 and service._streams.inside == 1
                 with pytest.raises(frames.Busy):
-                    await one(service, messages.Ping(), messages.Pong, generate().peer_id)
+                    await one(service, messages.Ping(), messages.Pong, new_identity().peer_id)
             assert await ask(channel, messages.Ping(), messages.Pong)
 
         await talk(service, lambda c: resting(c, 0))

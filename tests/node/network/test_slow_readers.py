@@ -13,7 +13,7 @@ from node.network.service import Reply, Service
 from node.simulator.virtual_time import run_virtually
 from protocol import frames, messages
 from protocol.frames import content_digest
-from protocol.identity import generate, peer_id_of
+from protocol.identity import new_identity, peer_id_of
 from protocol.ledger import Ledger
 from protocol.limits import (
     BULK_GRACE_S,
@@ -100,7 +100,7 @@ def test_who_reads_slowly_does_not_keep_updates_from_others() -> None:
         held = service.gate.inside
         assert held == min(TRANSFERS_PER_PEER * identities, CONCURRENT_TRANSFERS)
         askers = [Reads(question(UPDATE), 0.0) for _ in range(15)]  # a round: all at once
-        await asyncio.gather(*(service.on_stream(a, generate().peer_id) for a in askers))
+        await asyncio.gather(*(service.on_stream(a, new_identity().peer_id) for a in askers))
         assert {asker.kind for asker in askers} == {Kind.UPDATE_REPLY}
         assert service.gate.inside == held
         for task in tasks:
@@ -116,18 +116,18 @@ def test_a_slow_reader_loses_its_place_only_to_somebody_else() -> None:
         service = serving_bulk(gate=Gate(places=1, clock=loop_time))
         alone = Reads(question(SHARD), 8.0)  # 32 pieces: 4.5 minutes, where 138 s are fair
         began_s = loop_time()
-        await service.on_stream(alone, generate().peer_id)
+        await service.on_stream(alone, new_identity().peer_id)
         assert alone.kind == Kind.SHARD_REPLY and alone.writes == 34  # head, pieces, digest
         assert loop_time() - began_s > 250.0
 
         slow = Reads(question(SHARD), 8.0)
-        task = asyncio.create_task(service.on_stream(slow, generate().peer_id))
+        task = asyncio.create_task(service.on_stream(slow, new_identity().peer_id))
         await asyncio.sleep(100.0)
         early, late = Reads(question(SHARD), 0.0), Reads(question(SHARD), 0.0)
-        await service.on_stream(early, generate().peer_id)
+        await service.on_stream(early, new_identity().peer_id)
         assert early.kind == Kind.BUSY and not task.done()
         await asyncio.sleep(50.0)
-        await service.on_stream(late, generate().peer_id)
+        await service.on_stream(late, new_identity().peer_id)
         assert late.kind == Kind.SHARD_REPLY and late.writes == 34
         await task
         assert slow.writes < 34 and slow.aborted
@@ -147,7 +147,7 @@ def test_fifteen_replicas_pull_an_update_over_one_thin_line() -> None:
 
         service.serve(messages.UpdateRequest, update, bulk=True)
         pullers = [Reads(question(UPDATE), 9.0) for _ in range(15)]
-        await asyncio.gather(*(service.on_stream(p, generate().peer_id) for p in pullers))
+        await asyncio.gather(*(service.on_stream(p, new_identity().peer_id) for p in pullers))
         assert {puller.writes for puller in pullers} == {6}  # head, four pieces, digest
 
     run_virtually(main())

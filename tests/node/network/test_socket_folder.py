@@ -68,7 +68,7 @@ def test_a_new_folder_is_private_and_sweeps_its_neighbours(monkeypatch: pytest.M
         left = folder_of(parent, "left")
         socket_at(left / socket_folder.INCOMING).close()
         aged(left)
-        made = socket_folder.make()
+        made = socket_folder.make_socket_folder()
         assert made.parent == parent and made.stat().st_mode & 0o777 == 0o700
         assert not left.exists()
 
@@ -79,7 +79,7 @@ def test_a_path_that_is_too_long_for_a_socket_is_not_used(
     deep = tmp_path / ("d" * 100)
     deep.mkdir()
     monkeypatch.setattr(tempfile, "tempdir", str(deep))
-    made = socket_folder.make()
+    made = socket_folder.make_socket_folder()
     assert len(str(made)) < 90 and not list(deep.iterdir())
     made.rmdir()
 

@@ -19,7 +19,7 @@ from node.network.transport import Transport
 from protocol import messages
 from protocol.errors import WireError
 from protocol.frames import Deadline, Stalled
-from protocol.identity import generate
+from protocol.identity import new_identity
 from tests.support.loopback import RUN_ID, _no_daemon_left, node, run, until, until_async  # noqa: F401
 
 
@@ -254,7 +254,7 @@ def test_whatever_an_address_breaks_its_peer_is_unreachable(
 
         monkeypatch.setattr(transport, "connected", nobody)
         monkeypatch.setattr("node.network.transport.greets", breaks)
-        peer_id, known = generate().peer_id, ["/ip4/127.0.0.1/tcp/9"]
+        peer_id, known = new_identity().peer_id, ["/ip4/127.0.0.1/tcp/9"]
         transport._unreached[peer_id] = -60.0  # dialled in vain a while ago: it is probed first
         with pytest.raises(Unreachable):
             await transport.connect(peer_id, known, 1.0)

@@ -23,7 +23,7 @@ from node.network.service import Reply
 from protocol import frames, messages
 from protocol.errors import WireError
 from protocol.frames import Chunks, Deadline, content_digest, encode_head
-from protocol.identity import generate, load_or_create
+from protocol.identity import load_or_create, new_identity
 from protocol.limits import CHUNK_BYTES, Kind
 from protocol.messages import ErrorCode, Purpose
 from protocol.packing import Malformed
@@ -388,7 +388,7 @@ def test_dialling_nobody_is_unreachable_and_a_dead_daemon_is_said(tmp_path: Path
     async def main() -> None:
         load_or_create(tmp_path / "x.key").close()
         daemon = await Daemon.start(daemon_settings(tmp_path, "x"))
-        stranger = generate().peer_id
+        stranger = new_identity().peer_id
         try:
             with pytest.raises(Unreachable):
                 await daemon.transport.dial(stranger, ["/ip4/127.0.0.1/tcp/9"], Deadline.after(5.0))

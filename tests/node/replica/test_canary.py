@@ -10,7 +10,7 @@ import pytest
 
 from node.replica.canary import CanaryWatch
 from node.simulator.liar import Lie, liar
-from protocol.identity import generate, peer_text
+from protocol.identity import new_identity, peer_text
 from swarm.learning.flat import Floats
 from swarm.rounds import actions as act
 from tests.support.replica_swarm import Swarm, run
@@ -108,7 +108,7 @@ def test_the_canary_blames_nobody_here_for_what_other_blocks_do(
 
         watch = a.canary = CanaryWatch(a.replica, evaluate, time_share=0.0)
         # A newcomer's own part is no control: it has sent next to nothing. As here a stranger's.
-        suspects = [b.replica.me, peer_text(generate().peer_id)]
+        suspects = [b.replica.me, peer_text(new_identity().peer_id)]
         monkeypatch.setattr(watch, "_suspects", lambda entries: suspects)
         a.start()
         b.start()

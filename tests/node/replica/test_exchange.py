@@ -5,7 +5,7 @@ from __future__ import annotations
 import pytest
 
 from node.replica.exchange import VOTES_KEPT, Exchange, ReplicaSettings
-from protocol.identity import Identity, generate, peer_text
+from protocol.identity import Identity, new_identity, peer_text
 from protocol.limits import VOTES_PER_REPLY
 from protocol.votes import SignedVote, Vote, seal_vote
 from swarm.consensus.updates import UpdateCodec
@@ -23,11 +23,13 @@ def vote_of(voter: Identity) -> SignedVote:
 
 @pytest.mark.parametrize("strangers_first", [True, False])
 def test_votes_of_strangers_do_not_displace_those_that_count(strangers_first: bool) -> None:
-    mates = [generate() for _ in range(3)]
+    mates = [new_identity() for _ in range(3)]
     heard: list[act.Event] = []
     counted = [peer_text(mate.peer_id) for mate in mates]
-    exchange = Exchange(SETTINGS, generate(), Donors(), lambda: 0.0, heard.append, lambda: counted)
-    strangers = [generate() for _ in range(VOTES_KEPT + 10)]
+    exchange = Exchange(
+        SETTINGS, new_identity(), Donors(), lambda: 0.0, heard.append, lambda: counted
+    )
+    strangers = [new_identity() for _ in range(VOTES_KEPT + 10)]
     voters = [*strangers, *mates] if strangers_first else [*mates, *strangers]
     for voter in voters:
         exchange.hear_vote(vote_of(voter).blob, ROUND)

@@ -37,7 +37,7 @@ def test_round_trip_of_every_codec_at_awkward_sizes(text: str, size: int) -> Non
     assert decoded.dense().dtype == np.float32
     assert fixed.dtype == np.int64
     assert np.abs(fixed).max() <= codec.FIXED_LIMIT
-    assert np.array_equal(fixed, codec.to_fixed(decoded.values))
+    assert np.array_equal(fixed, codec.to_codec_fixed(decoded.values))
     if not text.startswith(("fp32", "bf16")):
         # The float is the integer times the quantum, with no rounding at all.
         assert np.array_equal(fixed.astype(np.float64) * codec.QUANTUM, decoded.values)
@@ -175,7 +175,7 @@ def test_selection_survives_a_sample_that_misleads() -> None:
 @settings(deadline=None)
 @given(st.lists(st.floats(-(2.0**13), 2.0**13, width=32), min_size=1))
 def test_to_fixed_rounds_to_even_and_clips(values: list[float]) -> None:
-    fixed = codec.to_fixed(np.array(values, dtype=np.float32))
+    fixed = codec.to_codec_fixed(np.array(values, dtype=np.float32))
     # Python's round is exact on the exact product and takes ties to even.
     limit = codec.FIXED_LIMIT
     assert fixed.tolist() == [max(-limit, min(limit, round(v * 2**40))) for v in values]

@@ -170,7 +170,7 @@ def refuse_or_decode(data: bytes, size: int) -> None:
     decoded = decode(data, size)
     assert np.isfinite(decoded.values).all()
     assert np.abs(fixed).max(initial=0) <= codec.FIXED_LIMIT
-    assert np.array_equal(codec.to_fixed(decoded.values), fixed)
+    assert np.array_equal(codec.to_codec_fixed(decoded.values), fixed)
     if indices is None:
         assert fixed.shape == (size,)
     else:
