@@ -13,6 +13,7 @@ from collections.abc import Callable
 from pathlib import Path
 
 from node.host.state import DamagedState, HostState, StateError, StateFolder
+from node.machine.atomic import remove_halves
 from node.replica.replica import Replica
 from node.replica.running_weights import Moment
 from node.trainer.trainer import BlockTrainer, TrainerError
@@ -46,6 +47,7 @@ class Saver:
         except DamagedState as error:
             self.say(f"{error.message}; catching up from the swarm instead")
             saved = None
+        remove_halves(self.folder.folder)
         self.folder.remove_unnamed()
         return saved
 

@@ -23,6 +23,10 @@ HALF = ".blockswarm.tmp"
 """Ending of the names of our unfinished files, to tell them from files of other programs."""
 
 
+SAFETENSORS_HALF = ".tmp" + 6 * "[0-9A-Za-z]"
+"""Names of the files that safetensors fills before it renames them."""
+
+
 class StorageError(BlockswarmError):
     """A file could not be written: the disk is full, or the folder not writable or in use."""
 
@@ -61,6 +65,13 @@ def remove_file(path: Path) -> None:
         path.unlink(missing_ok=True)
 
 
+def remove_halves(folder: Path) -> None:
+    """Remove what a killed process left half-written. Only while nothing is being written there."""
+    for pattern in (f".*{HALF}", SAFETENSORS_HALF):
+        for left in folder.glob(pattern):
+            _remove_quietly(left)
+
+
 @contextmanager
 def hold_folder(folder: Path) -> Iterator[None]:
     """Create the folder and hold an exclusive lock on it, which ends with the process at latest.
@@ -79,8 +90,7 @@ def hold_folder(folder: Path) -> Iterator[None]:
             ) from error
         except OSError:
             pass  # a file system without locks: go on without one
-        for left in folder.glob(f".*{HALF}"):
-            _remove_quietly(left)
+        remove_halves(folder)
         yield
     finally:
         os.close(descriptor)

@@ -16,7 +16,15 @@ import pytest
 import torch
 from safetensors.torch import save_file
 
-from node.machine.atomic import StorageError, hold_folder, write_atomically, write_together
+from node.machine.atomic import (
+    HALF,
+    StorageError,
+    hold_folder,
+    remove_halves,
+    write_atomically,
+    write_together,
+)
+from tests.support.processes import comes_true
 
 
 @contextmanager
@@ -121,3 +129,26 @@ def test_a_folder_has_one_holder(tmp_path: Path) -> None:
         pass
     with hold_folder(tmp_path):
         pass
+
+
+def test_what_a_kill_left_half_written_is_removed(tmp_path: Path) -> None:
+    """Also what safetensors calls its own unfinished files; nothing of other programs."""
+    code = (
+        "import sys, numpy, safetensors.numpy as s\n"
+        "s.save_file({'w': numpy.zeros(60_000_000)}, sys.argv[1])\n"
+    )
+    target = tmp_path / f".w.safetensors.77{HALF}"
+    writing = subprocess.Popen([sys.executable, "-c", code, str(target)])
+    try:
+        assert comes_true(lambda: list(tmp_path.glob(".tmp*")) or target.exists(), 30.0)
+    finally:
+        writing.kill()
+        writing.wait()
+    for name in (".tmpnot-ours", ".tmpAbC12", "notes.tmp", f".x{HALF}"):
+        (tmp_path / name).touch()
+    remove_halves(tmp_path)
+    assert sorted(path.name for path in tmp_path.iterdir()) == [
+        ".tmpAbC12",
+        ".tmpnot-ours",
+        "notes.tmp",
+    ]
