@@ -144,7 +144,7 @@ def test_what_a_kill_left_half_written_is_removed(tmp_path: Path) -> None:
     finally:
         writing.kill()
         writing.wait()
-    for name in (".tmpnot-ours", ".tmpAbC12", "notes.tmp", f".x{HALF}"):
+    for name in (".tmpnot-ours", ".tmpAbC12", "notes.tmp", ".tmpIljCxv", f".x{HALF}"):
         (tmp_path / name).touch()
     remove_halves(tmp_path)
     assert sorted(path.name for path in tmp_path.iterdir()) == [
