@@ -77,11 +77,12 @@ class HostParts:
     trainer: MakeTrainer
     replica: type[Replica]
     events: Callable[[Path, Callable[[str], None]], EventLog]
+    saver: type[Saver]
     numbers: random.Random
 
 
 def live_parts() -> HostParts:
-    return HostParts(Network, Trainer, Replica, EventLog, random.Random())
+    return HostParts(Network, Trainer, Replica, EventLog, Saver, random.Random())
 
 
 @dataclass(frozen=True)

@@ -19,7 +19,6 @@ from node.host.budget import FILE as BUDGET_FILE
 from node.host.budget import DailyBudget
 from node.host.events import EventWriter
 from node.host.live_line import HostView, LinePart, RunTimes, host_line
-from node.host.saving import Saver
 from node.host.settings import HostSettings
 from node.host.state import HostState
 from node.log.follow import Follower
@@ -56,7 +55,7 @@ class Host:
             raise UsageError("this run has not started", "start it with: blockswarm seed run.toml")
         # After the last round of training there is one more exchange, of what was learned in it.
         self.rules = replace(self.run_file.rounds.rules(), last=self.run_file.rounds.count)
-        self.saver = Saver(settings.folder, self.run_id, self._note, say)
+        self.saver = self.parts.saver(settings.folder, self.run_id, self._note, say)
         network = replace(
             settings.network,
             up_bytes_per_s=settings.up_bytes_per_s,

@@ -12,6 +12,7 @@ import re
 from collections.abc import Iterable
 from dataclasses import dataclass
 from enum import IntEnum
+from functools import lru_cache
 
 from protocol.errors import UsageError
 from protocol.identity import peer_from_text, peer_text
@@ -54,6 +55,7 @@ class Address:
         return self.relayed, self.scope, self.ipv6
 
 
+@lru_cache(1024)  # the same few, in every round's records
 def parse_address(text: str) -> Address:
     """An address as it stands in records. Raises `AddressError`."""
     match = HOST_PATTERN.fullmatch(text) if len(text) <= ADDRESS_MAX_BYTES else None

@@ -8,6 +8,7 @@ two runs of one scenario with one seed are equal event by event.
 from __future__ import annotations
 
 import asyncio
+import gc
 import hashlib
 import random
 import shutil
@@ -23,6 +24,7 @@ import numpy as np
 from node.host.block_work import HostParts
 from node.host.event_log import EventLog
 from node.host.host import Host
+from node.host.saving import Saver
 from node.host.settings import HostSettings
 from node.machine.steady_time import SteadyTime
 from node.network.addresses import with_peer
@@ -37,7 +39,7 @@ from node.simulator.story import Look, Story
 from node.simulator.toy_trainer import ToyTrainer
 from node.simulator.virtual_time import run_virtually
 from node.trainer.process import TrainerSettings
-from node.trainer.trainer import OnDeath, OnProgress
+from node.trainer.trainer import BlockTrainer, OnDeath, OnProgress
 from protocol.admission import RecordTable
 from protocol.errors import BlockswarmError
 from protocol.identity import Identity
@@ -85,6 +87,8 @@ class World:
         self._sides: dict[str, int] = {}  # hosts on different sides cannot reach each other
         self._tasks: dict[str, asyncio.Task[None]] = {}
         self._over = False
+        started = [name for fault in scenario.faults for name in fault.start]
+        self._come_back = set(started)  # only what these save is ever read
         self._counts: dict[tuple[str, str], int] = defaultdict(int)
         self._busy_until_s: dict[str, float] = defaultdict(float)  # a host's line
 
@@ -155,7 +159,7 @@ class World:
             self.run_id,
             self.run_text,
             join=tuple(self._invitations(name)),
-            state_folder=folder,
+            state_folder=folder if name in self._come_back else None,
             blocks=self.scenario.blocks,
         )
         settings = HostSettings(
@@ -222,7 +226,8 @@ class World:
         lie = scenario.lies.get(name)
         replica = self.replica if lie is None else liar(lie)
         events = partial(_Events, self, name)
-        return HostParts(network, partial(self._trainer, name), replica, events, rng)
+        saver = Saver if name in self._come_back else _NothingSaved
+        return HostParts(network, partial(self._trainer, name), replica, events, saver, rng)
 
     def _trainer(
         self, name: str, settings: TrainerSettings, on_progress: OnProgress, on_death: OnDeath
@@ -306,6 +311,19 @@ class World:
         self.story.said.append((self.now_s() - self.start_s, name, line))
 
 
+class _NothingSaved(Saver):
+    """Of a host that never comes back."""
+
+    def load(self) -> None:
+        return None
+
+    async def run(self, replica: Replica, trainer: BlockTrainer, block: int) -> None:
+        await asyncio.Event().wait()
+
+    async def save(self, replica: Replica, trainer: BlockTrainer, block: int) -> None:
+        pass
+
+
 class _Events(EventLog):
     """A host's events, told to the world instead of a file."""
 
@@ -326,6 +344,9 @@ def run_scenario(
     scenario: Scenario, seed: int, folder: Path, looked: Looked | None = None
 ) -> Story:
     """The whole story of a scenario. `looked` hears of every round."""
+
+    # The cyclic collector would look through all hosts again and again: a fifth of the time.
+    gc.set_threshold(100_000, 50, 100)
 
     async def life() -> Story:
         return await World(scenario, seed, folder, looked).run()
