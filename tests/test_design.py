@@ -26,3 +26,10 @@ def test_the_files_that_it_names_are_there() -> None:
     named = re.findall(r"`((?:protocol|swarm|node|benchmarks|tests)/[\w/]*[\w.]*)`", DESIGN)
     assert len(named) > 10
     assert [name for name in named if not (ROOT / name).exists()] == []
+
+
+def test_the_tests_that_the_pages_name_are_there() -> None:
+    pages = [*(ROOT / "docs").glob("*.md"), ROOT / "README.md"]
+    named = {name for p in pages for name in re.findall(r"`(tests/[\w/]+\.py)`", p.read_text())}
+    assert len(named) > 20
+    assert sorted(name for name in named if not (ROOT / name).exists()) == []
