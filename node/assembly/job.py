@@ -236,7 +236,7 @@ class _Job:
             report = await asyncio.to_thread(self.judge.report, model)
             corpus = self.judge.corpus
             data.update(source=corpus.source, name=corpus.name, sha256=corpus.sha256)
-            manifest["evaluation"] = evaluation_facts(report, "test", corpus)
+            manifest["evaluation"] = evaluation_facts(report, "test", corpus, model.composition)
         # Without an await, so that it cannot be cancelled half way.
         save_model(self.options.out, model, pulled.versions, manifest)
         return summary(self.options.out, manifest)

@@ -14,10 +14,15 @@ from click.core import ParameterSource
 
 from node.commands.options import FiniteRange, PathOption, meant_as_address
 from node.commands.serve import generate_from_swarm, is_address, sweep_options
-from node.console.results import print_json, print_training
+from node.console.results import (
+    evaluation_facts,
+    print_evaluation,
+    print_json,
+    print_probe,
+    print_training,
+)
 from node.console.terminal import ByteWriter
 from node.local.memory import SMALLER, memory_errors_told
-from node.local.report import evaluation_facts, print_evaluation, print_probe
 from node.network.addresses import split_peer
 from protocol.errors import UsageError
 from swarm.run import Composition, Coupling, Objective, Optimizer

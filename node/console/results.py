@@ -50,17 +50,24 @@ def plan_line(run: Run, corpus: Corpus, device: str, steps_done: int) -> str:
     )
 
 
-def evaluation_facts(result: Evaluation, split: str, corpus: Corpus) -> Facts:
+def evaluation_facts(result: Evaluation, split: str, corpus: Corpus, composition: str) -> Facts:
     return {
         "ce_nats": result.ce_nats,
         "bits_per_byte": result.bits_per_byte,
-        "perplexity": result.perplexity if math.isfinite(result.perplexity) else None,
+        "perplexity": _finite(result.perplexity),
         "block_ce_nats": list(result.block_ce_nats),
+        "block_bits_per_byte": list(result.block_bits_per_byte),
+        "block_perplexity": [_finite(value) for value in result.block_perplexity],
+        "composition": composition,
         "size_bytes": result.size_bytes,
         "split": split,
         "data": corpus.name,
         "data_sha256": corpus.sha256,
     }
+
+
+def _finite(value: float | None) -> float | None:
+    return value if value is not None and math.isfinite(value) else None
 
 
 def print_training(facts: Facts) -> None:
@@ -73,18 +80,20 @@ def print_training(facts: Facts) -> None:
 
 
 def print_evaluation(facts: Facts) -> None:
-    print(f"honest CE over {facts['size_bytes']} bytes of {facts['data']}, {facts['split']} split:")
-    for index, ce in enumerate(facts["block_ce_nats"]):
-        value = "left out" if ce is None else f"{ce:.4f} nats per byte"
+    how = "" if facts["composition"] == "logit" else f", {facts['composition']} composition"
+    what = f"{facts['size_bytes']} bytes of {facts['data']}, {facts['split']} split{how}"
+    print(f"honest CE over {what}:")
+    columns = (facts["block_ce_nats"], facts["block_bits_per_byte"], facts["block_perplexity"])
+    for index, (ce, bits, perplexity) in enumerate(zip(*columns, strict=True)):
+        value = "left out" if ce is None else _figures(ce, bits, perplexity)
         print(f"  block {index:<3}  {value}")
-    print(
-        f"  composed   {facts['ce_nats']:.4f} nats per byte = {facts['bits_per_byte']:.4f} bits "
-        f"per byte, perplexity {_shown(facts['perplexity'])}"
-    )
+    composed = _figures(facts["ce_nats"], facts["bits_per_byte"], facts["perplexity"])
+    print(f"  composed   {composed}")
 
 
-def _shown(perplexity: float | None) -> str:
-    return "beyond any number" if perplexity is None else f"{perplexity:.3f}"
+def _figures(ce: float, bits: float, perplexity: float | None) -> str:
+    shown = "beyond any number" if perplexity is None else f"{perplexity:.3f}"
+    return f"{ce:.4f} nats per byte = {bits:.4f} bits per byte, perplexity {shown}"
 
 
 def print_probe(facts: Facts) -> None:
@@ -104,3 +113,6 @@ def print_probe(facts: Facts) -> None:
         f"these blocks read their target: {leaking}" if leaking else "no block reads its target"
     )
     print(f"{verdict} (limit: a difference of {facts['leak_limit_nats']:g} nats)")
+    limit, of_run = facts["leak_limit_nats"], facts["run_leak_limit_nats"]
+    if of_run > limit:
+        print(f"(the run itself was trained with --leak-limit {of_run:g}; the verdict is not)")

@@ -3,6 +3,5 @@
 jobs            the commands `train`, `eval`, `generate` and `probe`
 training        the training loop, its checkpoints, the finished model
 memory          whether a run fits into memory
-report          the results of `eval` and `probe` as text
 model_folder    safetensors and manifest, checked when loaded
 """

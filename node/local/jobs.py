@@ -1,8 +1,7 @@
 """The work of the local commands: train or resume, load, probe, write. Results are dicts of facts.
 
 It also refuses folders in use, and options that a resumed run cannot change. The options' names and
-help are `node.commands.local`'s, the text of results `node.console.results`'s and
-`node.local.report`'s.
+help are `node.commands.local`'s, the text of results `node.console.results`'s.
 """
 
 from __future__ import annotations
@@ -106,7 +105,7 @@ def train_blocks(out: Path, options: Mapping[str, Any], given: set[str]) -> Fact
         "seconds": finished.seconds,
         "ce_before_nats": finished.before.ce_nats,
         "leak_nats": training.leak_nats,
-        **evaluation_facts(finished.after, "test", training.corpus),
+        **evaluation_facts(finished.after, "test", training.corpus, "logit"),
     }
 
 
