@@ -189,6 +189,10 @@ def measure(row: Row) -> dict[str, Any]:
     as_it_is = honest_ce(swarm.assembled(), held_out.end).ce_nats
     own, moved = own_ces(swarm, held_out.end), swarm.moved
     return {
+        "ce": held_out.end_ce(swarm) if row.blocks > 1 else as_it_is,
+        "ce_own": statistics.fmean(own),
+        "everything_mb": moved.everything / 1e6,
+        "learning_rate": run.training.learning_rate,
         "kind": row.kind,
         "hosts": row.hosts,
         "blocks": row.blocks,
@@ -196,18 +200,14 @@ def measure(row: Row) -> dict[str, Any]:
         "seed": row.seed,
         "preset": row.preset,
         "longer": row.longer,
-        "learning_rate": run.training.learning_rate,
         "steps": run.training.steps,
         "rounds": row.rounds,
         "steps_per_round": run.training.steps_per_round,
         "codec": str(row.codecs.base) if row.swarms else "",
         "ends_density": row.codecs.ends_density,
         "mean_density": row.codecs.mean(lambda codec: codec.density),
-        "ce": held_out.end_ce(swarm) if row.blocks > 1 else as_it_is,
         "ce_not_fitted": as_it_is,  # as those of the replicas
-        "ce_own": statistics.fmean(own),
         "update_mb": moved.update / 1e6,
-        "everything_mb": moved.everything / 1e6,
         "bytes_seen": seen * row.rounds * (row.hosts if row.swarms else 1),
         "left_out": sum(member.left_out for group in swarm.groups for member in group.members),
         "curve": curve,
