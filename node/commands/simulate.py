@@ -24,7 +24,10 @@ MOST_SEEDS = 100_000
 
 @click.command(short_help="Simulate a swarm: real hosts, a made-up network, one seed.")
 @click.argument(
-    "scenario_file", metavar="[SCENARIO]", type=PathOption(dir_okay=False), required=False
+    "scenario_file",
+    metavar="[SCENARIO]",
+    type=PathOption(dir_okay=False, exists=True),
+    required=False,
 )
 @click.option("--hosts", type=click.IntRange(1, 2000), help="Hosts in all (default: 8).")
 @click.option("--blocks", type=click.IntRange(1, 2000), help="Blocks of the model (default: 2).")

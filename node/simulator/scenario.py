@@ -8,16 +8,21 @@ from __future__ import annotations
 import random
 import tomllib
 from collections.abc import Mapping
-from dataclasses import dataclass, field, fields, replace
-from typing import Any
+from dataclasses import dataclass, field, replace
+from typing import Annotated
+
+from msgspec import Meta
 
 from node.simulator.liar import Lie
 from protocol.errors import UsageError
-from swarm.run import ModelShape
+from swarm.run import Coupling, ModelShape
 from swarm.run_template import emit, preset
 from swarm.runfile import ExchangeRules, RoundSchedule, RunFile
+from swarm.tables import from_table
 
 MAX_HOSTS = 2000
+HINT = "blockswarm simulate --help shows a scenario"
+Speed = Annotated[float, Meta(ge=0.01, le=10)]
 STEPS = 2  # of toy training in a round
 AFTER = 4  # rounds after the run's last, in which its hosts come to one consensus
 # Of a round's exchange, as shares of the period.
@@ -28,10 +33,10 @@ FLOOR, CEILING, VOTE, REPAIR = 0.05, 0.3, 0.075, 0.075
 class Link:
     """What lies between two hosts."""
 
-    latency_s: float = 0.05  # one way; the median of a lognormal distribution
-    jitter: float = 0.5  # its sigma
-    loss: float = 0.0  # of questions that are never answered
-    bytes_per_s: float = 12.5e6  # of a host, each way
+    latency_s: Annotated[float, Meta(ge=0, le=60)] = 0.05  # one way; the median of a lognormal
+    jitter: Annotated[float, Meta(ge=0, le=3)] = 0.5  # its sigma
+    loss: Annotated[float, Meta(ge=0, le=0.9)] = 0.0  # of questions that are never answered
+    bytes_per_s: Annotated[float, Meta(ge=1e3)] = 12.5e6  # of a host, each way
 
 
 @dataclass(frozen=True)
@@ -51,18 +56,18 @@ class Scenario:
 
     hosts: int = 8
     blocks: int = 2
-    rounds: int = 20
-    period_s: float = 20.0
+    rounds: Annotated[int, Meta(ge=1, le=100_000)] = 20
+    period_s: Annotated[float, Meta(ge=1, le=86_400)] = 20.0
     codec: str = "topk:0.1:8:overall"
-    coupling: str = "look_ahead"
+    coupling: Coupling = "look_ahead"
     same_text: bool = False  # all hosts are known to have the same: see the run file's [data]
-    learning: float = 0.1  # of the way to its goal that a toy makes in a step
-    noise: float = 0.0  # of a toy's step
+    learning: Annotated[float, Meta(ge=0, le=1)] = 0.1  # of the way to the goal, in a step
+    noise: Annotated[float, Meta(ge=0, le=100)] = 0.0  # of a toy's step
     link: Link = field(default_factory=Link)
     faults: tuple[Fault, ...] = ()
     later: Mapping[str, float] = field(default_factory=dict)  # name -> the round it joins in
     skews_s: Mapping[str, float] = field(default_factory=dict)  # name -> how wrong its clock is
-    speeds: Mapping[str, float] = field(default_factory=dict)  # name -> share of the steps
+    speeds: Mapping[str, Speed] = field(default_factory=dict)  # name -> share of the steps
     lies: Mapping[str, Lie] = field(default_factory=dict)
 
     def __post_init__(self) -> None:
@@ -101,7 +106,7 @@ class Scenario:
     def run_text(self, start_s: int, seed: int) -> bytes:
         """The run file of this swarm."""
         base = preset("tiny", "simulated", seed)
-        shape = ModelShape(self.blocks, 1, 8, 1, 8, self.coupling)  # type: ignore[arg-type]
+        shape = ModelShape(self.blocks, 1, 8, 1, 8, self.coupling)
         training = replace(base.run.training, steps_per_round=STEPS, steps=STEPS * self.rounds)
         windows = (share * self.period_s for share in (FLOOR, CEILING, VOTE, REPAIR))
         rounds = RoundSchedule(start_s, self.period_s, self.rounds, *windows)
@@ -116,16 +121,11 @@ def read(text: str) -> Scenario:
     try:
         table = tomllib.loads(text)
     except tomllib.TOMLDecodeError as error:
-        raise UsageError(f"not TOML: {error}", "see blockswarm simulate --help") from None
-    link = _made(Link, table.pop("link", {}))
-    faults = tuple(
-        _made(Fault, {k: tuple(v) if isinstance(v, list) else v for k, v in row.items()})
-        for row in table.pop("faults", [])
-    )
-    if "lies" in table:
-        table["lies"] = {name: lie_called(lie) for name, lie in table["lies"].items()}
-    found: Scenario = _made(Scenario, {**table, "link": link, "faults": faults})
-    return found
+        raise UsageError(f"the scenario is not TOML: {error}", HINT) from None
+    faults = table.get("faults", [])
+    for number, row in enumerate(faults if isinstance(faults, list) else []):
+        from_table(Fault, row, f"the scenario's faults[{number}]")
+    return from_table(Scenario, table, "the scenario")
 
 
 def lie_called(name: str) -> Lie:
@@ -134,19 +134,6 @@ def lie_called(name: str) -> Lie:
     except ValueError:
         known = ", ".join(lie.value for lie in Lie)
         raise UsageError(f"no lie is called {name}", f"choose one of {known}") from None
-
-
-def _made(kind: type[Any], table: Mapping[str, Any]) -> Any:
-    known = {f.name for f in fields(kind)}
-    unknown = sorted(set(table) - known)
-    if unknown:
-        raise UsageError(
-            f"a scenario has no {unknown[0]} there", f"choose among {', '.join(sorted(known))}"
-        )
-    try:
-        return kind(**table)
-    except TypeError as error:
-        raise UsageError(f"a scenario's {kind.__name__.lower()}: {error}") from None
 
 
 def with_storm(scenario: Scenario, count: int, seed: int) -> Scenario:
