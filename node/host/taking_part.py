@@ -82,9 +82,17 @@ def take_part(arriving: Callable[[], Awaitable[Part]]) -> None:
 
 
 async def _take_part(arriving: Callable[[], Awaitable[Part]]) -> None:
+    part = await arriving()
+    try:
+        await _stay(part)
+    finally:
+        if part.guest is not None:  # its network has ended it, if it came so far
+            await part.guest.daemon.stop()
+
+
+async def _stay(part: Part) -> None:
     from swarm.runfile import parse
 
-    part = await arriving()
     run_file, options = parse(part.text), part.options
     _log_above(logging.DEBUG if options.verbose else logging.ERROR)
     if part.worker is None and not options.as_json:
