@@ -64,7 +64,7 @@ async def _arrive_anew(
             homes.remember(home, text, addresses)
             if homes.take_identity(home, identity):
                 return Arrival(text, home, visitor)
-        except BaseException:
+        except BaseException:  # cancelled, too: no p2pd may be left behind
             await visitor.daemon.stop()
             raise
     await visitor.daemon.stop()  # a host of this run was here before, and has an identity

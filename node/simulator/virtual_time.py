@@ -45,6 +45,7 @@ class VirtualTimeLoop(asyncio.SelectorEventLoop):
     def _pass(self, seconds: float) -> None:
         self._now_s += seconds
 
+    # Looser types than the loop's own: what it is given is called at once, whatever it is.
     def run_in_executor(  # type: ignore[override]
         self, executor: Any, function: Any, *arguments: Any
     ) -> asyncio.Future[Any]:

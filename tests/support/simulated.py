@@ -3,8 +3,9 @@
 from __future__ import annotations
 
 import asyncio
-from collections.abc import Awaitable, Callable
+from collections.abc import Callable, Coroutine
 from pathlib import Path
+from typing import Any
 
 from node.replica.replica import Replica
 from node.simulator.scenario import Scenario
@@ -12,7 +13,7 @@ from node.simulator.virtual_time import run_virtually
 from node.simulator.world import World
 from protocol.log import Entry
 
-Hand = Callable[[World], Awaitable[None]]
+Hand = Callable[[World], Coroutine[Any, Any, None]]
 
 
 async def no_hand(world: World) -> None:
@@ -30,7 +31,7 @@ def simulated(
 
     async def life() -> World:
         world = World(scenario, seed, folder, replica=replica)
-        acting = asyncio.create_task(hand(world))  # type: ignore[arg-type]
+        acting = asyncio.create_task(hand(world))
         await world.run()
         await acting
         assert world.story.errors == []

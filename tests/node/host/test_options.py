@@ -31,7 +31,7 @@ def test_an_announced_address_needs_a_port() -> None:
     assert "--port" in caught.value.hint
     for wrong in ({"announce": ("not an address",)}, {"listen": ("nowhere",)}, {"relay": ("x",)}):
         with pytest.raises(AddressError):
-            replace(OPTIONS, **wrong).check()  # type: ignore[arg-type]
+            replace(OPTIONS, **wrong).check()  # type: ignore[arg-type]  # a field of any type
 
 
 def test_units() -> None:
